@@ -44,7 +44,7 @@ struct State {
 
 /// The result of a run over an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum RunOutcome {
     /// The run is complete. The object runs again after that time, if given.
     Done(Option<Duration>),
     /// The run has failed. It is repeated with growing pauses.
@@ -152,15 +152,15 @@ impl Queue {
     }
 
     /// Ends the run over `key`.
-    pub fn done(&self, key: &Key, outcome: Outcome) {
+    pub fn done(&self, key: &Key, outcome: RunOutcome) {
         let mut state = self.state();
         state.active.remove(key);
         let wait = match outcome {
-            Outcome::Done(wait) => {
+            RunOutcome::Done(wait) => {
                 state.failures.remove(key);
                 wait
             }
-            Outcome::Failed => {
+            RunOutcome::Failed => {
                 let failures = state.failures.entry(key.clone()).or_default();
                 *failures = failures.saturating_add(1);
                 Some(backoff(*failures))
@@ -269,10 +269,10 @@ mod tests {
         assert_eq!(queue.next(false).await, key("b"));
         assert!(tokio::time::timeout(Duration::from_secs(60), queue.next(false)).await.is_err());
         assert_eq!(queue.depth(), Depth { ready: 0, active: 2, timed: 0 });
-        queue.done(&key("a"), Outcome::Done(None));
+        queue.done(&key("a"), RunOutcome::Done(None));
         assert_eq!(queue.next(false).await, key("a"));
-        queue.done(&key("a"), Outcome::Done(None));
-        queue.done(&key("b"), Outcome::Done(None));
+        queue.done(&key("a"), RunOutcome::Done(None));
+        queue.done(&key("b"), RunOutcome::Done(None));
         assert!(tokio::time::timeout(Duration::from_secs(60), queue.next(false)).await.is_err());
     }
 
@@ -292,7 +292,7 @@ mod tests {
         assert!(tokio::time::timeout(Duration::from_secs(60), queue.next(true)).await.is_err());
         assert_eq!(queue.next(false).await, key("a"));
         // Its first place in the other lane does not count for later changes.
-        queue.done(&key("b"), Outcome::Done(None));
+        queue.done(&key("b"), RunOutcome::Done(None));
         queue.add([key("b")]);
         assert_eq!(queue.next(false).await, key("b"));
         assert!(tokio::time::timeout(Duration::from_secs(60), queue.next(false)).await.is_err());
@@ -303,7 +303,9 @@ mod tests {
         let queue = Queue::new();
         queue.add([key("a")]);
         let mut waits = Vec::new();
-        for outcome in [Outcome::Done(Some(Duration::from_secs(3))), Outcome::Failed, Outcome::Failed] {
+        for outcome in
+            [RunOutcome::Done(Some(Duration::from_secs(3))), RunOutcome::Failed, RunOutcome::Failed]
+        {
             let taken = queue.next(false).await;
             let start = Instant::now();
             queue.done(&taken, outcome);

@@ -22,7 +22,7 @@ use shorthorn_controller_core::objects::{
 };
 use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_controller_core::requests::{Change, CreateVolume};
-use shorthorn_controller_core::undelete::Record;
+use shorthorn_controller_core::undelete::DeletionRecord;
 use shorthorn_controller_core::{ClusterState, NodeName, Timestamp};
 use shorthorn_testkit::waiting::wait_for_async;
 use shorthorn_types::ReplicaId;
@@ -79,7 +79,7 @@ fn trashed(number: u64, node: &str, deleted_ms: u64) -> v1::TrashedReplica {
         volume: "v".to_owned(),
         replica_id: id(number).to_string(),
         deleted_ms,
-        record: Record::of(&volume(), &replica(number, node), true),
+        record: DeletionRecord::of(&volume(), &replica(number, node), true),
         ..v1::TrashedReplica::default()
     }
 }
@@ -154,7 +154,7 @@ async fn a_deletion_that_was_decided_before_an_undeletion_deletes_nothing() {
     nodes.agents[0].leave_over(&name);
     let mut left = replica(1, "a");
     left.metadata.deletion_timestamp = Some(Timestamp::now());
-    left.status.deletion_record = Some(Record::of(&volume(), &left, true));
+    left.status.deletion_record = Some(DeletionRecord::of(&volume(), &left, true));
     let left = store.put(left.into()).await.unwrap();
     let undeleted = Arc::clone(&store);
     nodes.agents[0].meanwhile("StopInstance", async move {

@@ -19,7 +19,7 @@ use shorthorn_controller_core::objects::{
     ConditionType, DiskSpec, DiskStatus, Finding, Key, Kind, Metadata, Node, NodeSpec, NodeStatus,
     Robustness, Secret, VolumeState,
 };
-use shorthorn_controller_core::observed::{AgentInfo, Agents, Link, ObservedAgent, ObservedDisk};
+use shorthorn_controller_core::observed::{AgentInfo, AgentLink, Agents, ObservedAgent, ObservedDisk};
 use shorthorn_controller_core::rebalance::Survey;
 use shorthorn_controller_core::reconcile::{Context, Settings, reconcile};
 use shorthorn_controller_core::requests::{Change, CreateVolume};
@@ -191,7 +191,7 @@ fn agent(name: &NodeName, now: Timestamp) -> ObservedAgent {
     let disk =
         ObservedDisk { total_bytes: DISK_BYTES, available_bytes: DISK_BYTES, ..ObservedDisk::default() };
     ObservedAgent {
-        link: Link::Synced,
+        link: AgentLink::Synced,
         info: Some(AgentInfo { name: name.to_string(), ..AgentInfo::default() }),
         disks: BTreeMap::from([(DISK.to_owned(), disk)]),
         ..ObservedAgent::new("http://agent", now)

@@ -51,7 +51,7 @@ mod tests {
     use super::*;
     use crate::Timestamp;
     use crate::lost_node_pods::Namespaced;
-    use crate::observed::{AgentInfo, Link, ObservedAgent};
+    use crate::observed::{AgentInfo, AgentLink, ObservedAgent};
 
     fn pod(name: &str, has_controller: bool) -> Pod {
         let name = Namespaced { namespace: "n".to_owned(), name: name.to_owned() };
@@ -94,7 +94,7 @@ mod tests {
             let mut view = ObservedAgent::new("http://x:1", Timestamp::UNIX_EPOCH);
             view.info = Some(AgentInfo { dead_mounts: mounts, ..AgentInfo::default() });
             if node != "c" {
-                view.link = Link::Synced;
+                view.link = AgentLink::Synced;
             }
             agents.insert(NodeName::new(node).unwrap(), view);
         }

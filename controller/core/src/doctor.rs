@@ -23,12 +23,12 @@ pub struct Check {
     /// The subject of the check, for people.
     pub title: &'static str,
     /// The problems; empty if the check has passed.
-    pub findings: Vec<Finding>,
+    pub findings: Vec<SetupFinding>,
 }
 
 /// A problem of the setup.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Finding {
+pub struct SetupFinding {
     /// The severity of the problem.
     pub outcome: CheckOutcome,
     /// The finding.
@@ -60,7 +60,7 @@ pub struct Controller<'a> {
 #[must_use]
 pub fn examine(cluster: &ClusterState, agents: &Agents, controller: Controller<'_>) -> Vec<Check> {
     let doctor = Doctor { cluster, agents, controller };
-    let checks: [(&str, &str, Vec<Finding>); 10] = [
+    let checks: [(&str, &str, Vec<SetupFinding>); 10] = [
         ("objects", "stored objects can be used", doctor.objects()),
         ("agents", "agents answer", doctor.agents_answer()),
         ("agent-versions", "agents are of the controller's version", doctor.agent_versions()),
@@ -79,7 +79,7 @@ pub fn examine(cluster: &ClusterState, agents: &Agents, controller: Controller<'
 }
 
 /// Returns the worst findings first, and not too many.
-fn bounded(mut findings: Vec<Finding>) -> Vec<Finding> {
+fn bounded(mut findings: Vec<SetupFinding>) -> Vec<SetupFinding> {
     findings.sort_by_key(|finding| std::cmp::Reverse(finding.outcome));
     let more = findings.len().saturating_sub(FINDINGS_MAX);
     findings.truncate(FINDINGS_MAX);
@@ -89,12 +89,12 @@ fn bounded(mut findings: Vec<Finding>) -> Vec<Finding> {
     findings
 }
 
-fn failed(message: String, fix: String) -> Finding {
-    Finding { outcome: CheckOutcome::Failed, message, fix }
+fn failed(message: String, fix: String) -> SetupFinding {
+    SetupFinding { outcome: CheckOutcome::Failed, message, fix }
 }
 
-fn warned(message: String, fix: String) -> Finding {
-    Finding { outcome: CheckOutcome::Warned, message, fix }
+fn warned(message: String, fix: String) -> SetupFinding {
+    SetupFinding { outcome: CheckOutcome::Warned, message, fix }
 }
 
 struct Doctor<'a> {
@@ -122,7 +122,7 @@ impl<'a> Doctor<'a> {
         self.seen().filter_map(|(name, view)| Some((name, view.info.as_ref()?)))
     }
 
-    fn objects(&self) -> Vec<Finding> {
+    fn objects(&self) -> Vec<SetupFinding> {
         let unusable = |(key, left_out): (&Key, &LeftOut)| {
             let message = format!("{key} cannot be used: {}", left_out.why);
             failed(message, left_out.remedy.clone())
@@ -130,7 +130,7 @@ impl<'a> Doctor<'a> {
         self.cluster.left_out().iter().map(unusable).collect()
     }
 
-    fn agents_answer(&self) -> Vec<Finding> {
+    fn agents_answer(&self) -> Vec<SetupFinding> {
         if self.cluster.nodes.is_empty() {
             let fix = "shorthornctl node add NAME --address HOST:PORT  # or start the controller with --node NAME=URL";
             return vec![failed("no node is known".to_owned(), fix.to_owned())];
@@ -146,7 +146,7 @@ impl<'a> Doctor<'a> {
         self.nodes().filter_map(away).collect()
     }
 
-    fn agent_versions(&self) -> Vec<Finding> {
+    fn agent_versions(&self) -> Vec<SetupFinding> {
         let Controller { version, feature_level, .. } = self.controller;
         let other = |(name, info): (&str, &AgentInfo)| {
             let fix = format!(
@@ -167,7 +167,7 @@ impl<'a> Doctor<'a> {
         self.infos().filter_map(other).collect()
     }
 
-    fn engine_versions(&self) -> Vec<Finding> {
+    fn engine_versions(&self) -> Vec<SetupFinding> {
         let mut findings = Vec::new();
         for (node, view) in self.seen() {
             let Some(installed) = view.info.as_ref().map(|info| info.version.as_str()) else { continue };
@@ -189,7 +189,7 @@ impl<'a> Doctor<'a> {
         findings
     }
 
-    fn warnings(&self) -> Vec<Finding> {
+    fn warnings(&self) -> Vec<SetupFinding> {
         let of_node = |(name, info): (&'a str, &'a AgentInfo)| {
             info.warnings.iter().map(move |warning| {
                 warned(
@@ -201,7 +201,7 @@ impl<'a> Doctor<'a> {
         self.infos().flat_map(of_node).collect()
     }
 
-    fn frontends(&self) -> Vec<Finding> {
+    fn frontends(&self) -> Vec<SetupFinding> {
         let without = |(name, info): (&str, &AgentInfo)| {
             let mut devices = info.frontends.iter().filter(|frontend| frontend.name != SOCKET);
             if devices.clone().any(|frontend| frontend.usable) {
@@ -217,7 +217,7 @@ impl<'a> Doctor<'a> {
         self.infos().filter_map(without).collect()
     }
 
-    fn data_addresses(&self) -> Vec<Finding> {
+    fn data_addresses(&self) -> Vec<SetupFinding> {
         if self.cluster.nodes.len() < 2 {
             return Vec::new();
         }
@@ -243,7 +243,7 @@ impl<'a> Doctor<'a> {
         findings
     }
 
-    fn disks(&self) -> Vec<Finding> {
+    fn disks(&self) -> Vec<SetupFinding> {
         let mut findings = Vec::new();
         let mut owners: BTreeMap<&str, (&str, &str)> = BTreeMap::new();
         for (node, view) in self.seen() {
@@ -273,7 +273,13 @@ impl<'a> Doctor<'a> {
         findings
     }
 
-    fn fullness(&self, node: &str, path: &str, total_bytes: u64, available_bytes: u64) -> Option<Finding> {
+    fn fullness(
+        &self,
+        node: &str,
+        path: &str,
+        total_bytes: u64,
+        available_bytes: u64,
+    ) -> Option<SetupFinding> {
         let percent = u128::from(available_bytes) * 100 / u128::from(total_bytes.max(1));
         let least = self.controller.limits.storage_minimal_available_percentage;
         (percent < u128::from(least)).then(|| {
@@ -286,7 +292,7 @@ impl<'a> Doctor<'a> {
         })
     }
 
-    fn places(&self) -> Vec<Finding> {
+    fn places(&self) -> Vec<SetupFinding> {
         let open = self.nodes().filter(|(_, node)| {
             node.spec.allow_scheduling && node.status.conditions.is_true(ConditionType::Ready)
         });
@@ -314,7 +320,7 @@ impl<'a> Doctor<'a> {
         findings
     }
 
-    fn volumes(&self) -> Vec<Finding> {
+    fn volumes(&self) -> Vec<SetupFinding> {
         let mut findings = Vec::new();
         for volume in self.cluster.volumes.values() {
             if let Some((name, message)) = wrong(volume, ConditionType::Accepted) {

@@ -11,7 +11,7 @@ use crate::objects::{
     ReplicaStatus, Robustness, Secret, Volume, VolumeState,
 };
 use crate::observed::{
-    AgentInfo, Agents, Detail, Instance, InstanceKey, InstanceState, Link, ObservedAgent, ObservedDisk,
+    AgentInfo, AgentLink, Agents, Detail, Instance, InstanceKey, InstanceState, ObservedAgent, ObservedDisk,
     ObservedEngine,
 };
 use crate::requests::{Change, CreateVolume};
@@ -84,7 +84,7 @@ impl Example {
         let spec = NodeSpec { allow_scheduling: true, disks, ..NodeSpec::default() };
         self.cluster.insert(Node { metadata: Metadata::new(node, now()), spec, status }.into());
         let mut view = ObservedAgent::new("http://agent", now());
-        view.link = Link::Synced;
+        view.link = AgentLink::Synced;
         let ublk = FrontendStatus { name: "ublk".to_owned(), usable: true, reason: String::new() };
         view.info = Some(AgentInfo {
             name: node.to_owned(),

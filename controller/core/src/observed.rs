@@ -141,7 +141,7 @@ pub struct ObservedAgent {
     /// True if its node's object says so; else the controller's configuration does, and the object follows.
     pub from_object: bool,
     /// The state of the connection, which decides whether the rest is up to date.
-    pub link: Link,
+    pub link: AgentLink,
     /// The identity of the agent according to itself.
     pub info: Option<AgentInfo>,
     /// The disks that it knows, by path.
@@ -149,12 +149,12 @@ pub struct ObservedAgent {
     /// The processes that it knows.
     pub instances: BTreeMap<InstanceKey, Instance>,
     /// The result of the last call for each instance whose last call failed.
-    pub failures: BTreeMap<InstanceKey, Failure>,
+    pub failures: BTreeMap<InstanceKey, CallFailure>,
 }
 
 /// A call that has failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Failure {
+pub struct CallFailure {
     /// The name of the call in the node API.
     pub call: &'static str,
     /// The reason of the failure.
@@ -168,7 +168,7 @@ impl ObservedAgent {
         ObservedAgent {
             address: address.into(),
             from_object: false,
-            link: Link::Down { since: now, reason: "not reached yet".to_owned() },
+            link: AgentLink::Down { since: now, reason: "not reached yet".to_owned() },
             info: None,
             disks: BTreeMap::new(),
             instances: BTreeMap::new(),
@@ -179,13 +179,13 @@ impl ObservedAgent {
     /// Returns true if the observed state is up to date.
     #[must_use]
     pub const fn is_synced(&self) -> bool {
-        matches!(self.link, Link::Synced)
+        matches!(self.link, AgentLink::Synced)
     }
 }
 
 /// The state of the connection to an agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Link {
+pub enum AgentLink {
     /// The stream is open, and the controller has received everything that existed at its start.
     Synced,
     /// The agent is unreachable.

@@ -11,7 +11,7 @@ use crate::drain::{self, EvictionReason, RemainingObject};
 use crate::objects::{Replica, Robustness, Volume, VolumeState};
 use crate::observed::Agents;
 use crate::requests::{self, Change, RequestError};
-use crate::scheduler::{self, DiskCandidate, Gain, Limits, NodeCandidate, Placement, Request};
+use crate::scheduler::{self, DiskCandidate, Gain, Limits, NodeCandidate, Placement, PlacementRequest};
 use crate::{ClusterState, NodeName};
 
 /// A replica that would be better elsewhere.
@@ -68,7 +68,7 @@ pub struct Survey {
 #[derive(Debug)]
 struct Movable {
     volume: String,
-    request: Request,
+    request: PlacementRequest,
     locations: Vec<Location>,
 }
 
@@ -136,7 +136,7 @@ impl Movable {
         };
         Movable {
             volume: volume.metadata.name.clone(),
-            request: Request { used_bytes, ..Request::of(volume, limits) },
+            request: PlacementRequest { used_bytes, ..PlacementRequest::of(volume, limits) },
             locations: replicas.iter().map(location).collect(),
         }
     }

@@ -31,7 +31,7 @@ use crate::{ClusterState, NodeName, Timestamp};
 /// The record that is kept with the directory of a deleted replica.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Record {
+pub struct DeletionRecord {
     /// True if it was deleted with its volume; else the volume has continued without it.
     pub with_volume: bool,
     /// The time of the volume's creation, by a clock.
@@ -66,7 +66,7 @@ pub struct Record {
     pub failed_at: Option<Timestamp>,
 }
 
-impl Record {
+impl DeletionRecord {
     /// Returns the record of a replica that is about to be deleted, as text. `with_volume`: with its volume.
     #[must_use]
     pub fn of(volume: &Volume, replica: &Replica, with_volume: bool) -> String {
@@ -77,7 +77,7 @@ impl Record {
             // restored.
             return String::new();
         }
-        let record = Record {
+        let record = DeletionRecord {
             with_volume,
             volume_created: volume.metadata.creation_timestamp,
             volume_version: volume.metadata.resource_version,
@@ -141,7 +141,7 @@ pub struct Trashed {
     /// True if the directory is in its place already, and only its record is in the trash.
     pub restored: bool,
     /// The record; none if it is damaged, or was never made.
-    pub record: Option<Record>,
+    pub record: Option<DeletionRecord>,
 }
 
 /// The objects with which a volume comes back. They are stored in this order: the volume comes last, so that
@@ -230,13 +230,13 @@ pub fn undelete(
 struct Life<'a> {
     name: VolumeName,
     /// The directories that were deleted with it, with their records, by replica.
-    found: BTreeMap<ReplicaId, (&'a Trashed, &'a Record)>,
+    found: BTreeMap<ReplicaId, (&'a Trashed, &'a DeletionRecord)>,
     /// The replicas that it has left behind, with theirs.
-    left: Vec<(Replica, Record)>,
+    left: Vec<(Replica, DeletionRecord)>,
     /// True if an undeletion that was cut off has already taken back some replicas that were left behind.
     has_taken: bool,
     /// The newest of the records.
-    record: Record,
+    record: DeletionRecord,
 }
 
 impl<'a> Life<'a> {
@@ -250,22 +250,23 @@ impl<'a> Life<'a> {
         let usable = of_it.filter_map(|trashed| {
             Some((trashed, trashed.record.as_ref().filter(|record| record.with_volume)?))
         });
-        let mut all: Vec<(&Trashed, &Record)> = usable.collect();
-        let read = |text: &Option<String>| -> Option<Record> { serde_json::from_str(text.as_ref()?).ok() };
+        let mut all: Vec<(&Trashed, &DeletionRecord)> = usable.collect();
+        let read =
+            |text: &Option<String>| -> Option<DeletionRecord> { serde_json::from_str(text.as_ref()?).ok() };
         let left = cluster.left_behind(&name);
-        let mut left: Vec<(Replica, Record)> = left
+        let mut left: Vec<(Replica, DeletionRecord)> = left
             .filter_map(|replica| Some((replica.clone(), read(&replica.status.deletion_record)?)))
             .collect();
         let taken = cluster.replicas_of(&name);
-        let mut taken: Vec<Record> =
+        let mut taken: Vec<DeletionRecord> =
             taken.filter_map(|replica| read(&replica.status.undeletion_record)).collect();
         let of_left = || left.iter().map(|(_, record)| record).chain(&taken);
         let records = || all.iter().map(|(_, record)| *record).chain(of_left());
         let last = records().max_by_key(|record| (record.volume_version, record.volume_created));
-        let Some(life) = last.map(Record::life) else {
+        let Some(life) = last.map(DeletionRecord::life) else {
             return Err(RequestError::NothingToUndelete(name.to_string()));
         };
-        let age = |record: &Record| {
+        let age = |record: &DeletionRecord| {
             let granted = record.arbiter.granted().map(|view| view.id);
             (record.attach, granted, record.fenced_attach, record.current_size)
         };
@@ -278,7 +279,7 @@ impl<'a> Life<'a> {
         taken.retain(|record| record.life() == life);
         let has_taken = !taken.is_empty();
         let newness = |trashed: &Trashed| (trashed.restored, trashed.holds, trashed.deleted_ms);
-        let mut found: BTreeMap<ReplicaId, (&Trashed, &Record)> = BTreeMap::new();
+        let mut found: BTreeMap<ReplicaId, (&Trashed, &DeletionRecord)> = BTreeMap::new();
         for (trashed, record) in all {
             let known = found.get(&trashed.replica_id);
             if known.is_none_or(|(known, _)| newness(known) < newness(trashed)) {
@@ -333,7 +334,7 @@ impl<'a> Life<'a> {
     }
 
     /// Returns the replica as it was. `attach`: the number of the newest attachment of the volume.
-    fn replica(&self, trashed: &Trashed, record: &Record, attach: u64, now: Timestamp) -> Replica {
+    fn replica(&self, trashed: &Trashed, record: &DeletionRecord, attach: u64, now: Timestamp) -> Replica {
         let mut replica = replica(trashed, record, now);
         if record.attach < attach {
             // The volume has continued without it.
@@ -344,7 +345,7 @@ impl<'a> Life<'a> {
 }
 
 /// Returns a replica that its volume had left behind to the volume.
-fn taken_back(replica: &Replica, record: &Record, attach: u64, now: Timestamp) -> Replica {
+fn taken_back(replica: &Replica, record: &DeletionRecord, attach: u64, now: Timestamp) -> Replica {
     let mut status = ReplicaStatus {
         deletion_record: None,
         // Kept until the volume is stored: an undeletion that is interrupted before that has no other record.
@@ -365,7 +366,7 @@ fn instance_name(trashed: &Trashed) -> String {
     ReplicaSpec::instance_name(&trashed.volume, trashed.replica_id)
 }
 
-fn status(record: &Record) -> VolumeStatus {
+fn status(record: &DeletionRecord) -> VolumeStatus {
     VolumeStatus {
         state: VolumeState::Detached,
         attach: record.attach,
@@ -378,7 +379,7 @@ fn status(record: &Record) -> VolumeStatus {
     }
 }
 
-fn replica(trashed: &Trashed, record: &Record, now: Timestamp) -> Replica {
+fn replica(trashed: &Trashed, record: &DeletionRecord, now: Timestamp) -> Replica {
     Replica {
         metadata: Metadata::new(instance_name(trashed), now),
         spec: ReplicaSpec {

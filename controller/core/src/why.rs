@@ -12,7 +12,7 @@ use crate::objects::{
     Condition, ConditionType, CurrentState, Engine, EnginePhase, MemberMode, MemberRecord, NEXT_ATTACH,
     REPLICAS_STOPPING, Replica, Volume, VolumeState,
 };
-use crate::observed::{Agents, CopyStatus, Detail, InstanceKey, Link, ObservedEngine};
+use crate::observed::{AgentLink, Agents, CopyStatus, Detail, InstanceKey, ObservedEngine};
 use crate::reconcile::Settings;
 use crate::{ClusterState, NodeName, Timestamp, drain};
 use text::{age, duration, passed_ms};
@@ -351,8 +351,8 @@ impl Explainer<'_> {
 
     fn silence(&self, node: &NodeName) -> Option<String> {
         match self.agents.get(node).map(|view| &view.link) {
-            Some(Link::Synced) => None,
-            Some(Link::Down { since, reason }) => {
+            Some(AgentLink::Synced) => None,
+            Some(AgentLink::Down { since, reason }) => {
                 Some(format!(" since {} ({reason})", age(*since, self.now)))
             }
             None => Some(" (it is not configured)".to_owned()),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use shorthorn_api::v1;
 use shorthorn_api::v1::instance_event::Type;
 use shorthorn_controller_core::objects::{Key, Kind};
-use shorthorn_controller_core::observed::{Detail, Instance, InstanceKey, InstanceKind, Link};
+use shorthorn_controller_core::observed::{AgentLink, Detail, Instance, InstanceKey, InstanceKind};
 use shorthorn_controller_core::reconcile::is_noticeable;
 use shorthorn_controller_core::{NodeName, Timestamp};
 use tokio::time::Instant;
@@ -51,10 +51,10 @@ fn lose(fleet: &Fleet, node: &NodeName, error: &Status) {
     fleet.change(node, |view| {
         was_synced = view.is_synced();
         let since = match view.link {
-            Link::Down { since, .. } => since,
-            Link::Synced => Timestamp::now(),
+            AgentLink::Down { since, .. } => since,
+            AgentLink::Synced => Timestamp::now(),
         };
-        view.link = Link::Down { since, reason: reason.clone() };
+        view.link = AgentLink::Down { since, reason: reason.clone() };
     });
     if was_synced {
         tracing::warn!(%node, reason, "the agent is unreachable");
@@ -87,7 +87,7 @@ async fn sync(
     fleet.change(node, |view| {
         view.failures.clear();
         view.instances = instances;
-        view.link = Link::Synced;
+        view.link = AgentLink::Synced;
     });
     tracing::info!(%node, version, "the agent is reachable");
     for warning in warnings {

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use shorthorn_api::v1::node_client::NodeClient;
 use shorthorn_controller_core::objects::{Key, Kind};
-use shorthorn_controller_core::observed::{Agents, Failure, ObservedAgent};
+use shorthorn_controller_core::observed::{Agents, CallFailure, ObservedAgent};
 use shorthorn_controller_core::reconcile::concerned;
 use shorthorn_controller_core::{AgentCall, NodeName, Timestamp};
 use shorthorn_pki::address::{AddressError, ServerUrl};
@@ -289,7 +289,7 @@ impl Fleet {
                 Ok(()) => view.failures.remove(&call.instance()),
                 Err(error) => {
                     let message = format!("cannot {}: {error}", call.verb());
-                    view.failures.insert(call.instance(), Failure { call: call.name(), message })
+                    view.failures.insert(call.instance(), CallFailure { call: call.name(), message })
                 }
             };
         });

@@ -8,7 +8,7 @@ use shorthorn_api::csi::v1;
 use shorthorn_controller_core::Timestamp;
 use shorthorn_controller_core::objects::{SECRET_BYTES, Secret, Volume};
 use shorthorn_controller_core::requests::CreateVolume;
-use shorthorn_controller_core::scheduler::{self, Request, Room};
+use shorthorn_controller_core::scheduler::{self, PlacementRequest, Room};
 use shorthorn_csi::CsiError;
 use shorthorn_types::limits::BLOCK_BYTES;
 
@@ -55,7 +55,7 @@ impl CsiController {
     /// larger than that.
     fn room(&self, volume: &Volume) -> Room {
         let nodes = scheduler::candidates_for_new(&self.store.state(), &self.fleet.agents());
-        let request = Request::of(volume, self.settings.scheduling);
+        let request = PlacementRequest::of(volume, self.settings.scheduling);
         let wanted = volume.spec.number_of_replicas;
         let whole = scheduler::room(&request, &nodes, wanted);
         if !self.settings.degraded_creation || wanted <= 1 {

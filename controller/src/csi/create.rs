@@ -1,7 +1,7 @@
 //! Making and deleting volumes.
 
 use shorthorn_api::csi::v1;
-use shorthorn_controller_core::csi::{self, NewVolume, Placement};
+use shorthorn_controller_core::csi::{self, NewVolume, PlacementState};
 use shorthorn_controller_core::objects::{Key, Kind, Volume};
 use shorthorn_controller_core::{ClusterState, Event, NodeName, Timestamp};
 use shorthorn_csi::{CsiError, size_range};
@@ -75,11 +75,11 @@ impl CsiController {
             .await
             .map_err(IntoCsiError::into_csi_error)?;
         let placement = self.wait(&request.volume, deadline, |cluster| match csi::placement(cluster, name) {
-            Placement::Pending => None,
+            PlacementState::Pending => None,
             placement => Some(placement),
         });
         match placement.await? {
-            Placement::Unschedulable(why) => self.give_up(&request.volume, why, deadline).await,
+            PlacementState::Unschedulable(why) => self.give_up(&request.volume, why, deadline).await,
             _ => {
                 self.record_ignored(&request);
                 self.created(&request.volume)
@@ -110,7 +110,7 @@ impl CsiController {
         let name = volume.as_str();
         let undone = change(self.store.as_ref(), |cluster| csi::undo(cluster, name, Timestamp::now())).await;
         undone.map_err(IntoCsiError::into_csi_error)?;
-        if csi::placement(&self.store.state(), name) == Placement::Scheduled {
+        if csi::placement(&self.store.state(), name) == PlacementState::Scheduled {
             return self.created(volume);
         }
         // Nothing was placed, so this waits for two removals only. If they take too long, the call answers

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use shorthorn_api::csi::v1;
 use shorthorn_controller_core::csi;
 use shorthorn_controller_core::objects::{ConditionType, NEXT_ATTACH, Volume, VolumeState};
-use shorthorn_csi::{Access, CsiError, size_range};
+use shorthorn_csi::{CsiError, VolumeAccess, size_range};
 use tokio::time::Instant;
 
 use super::status::IntoCsiError;
@@ -57,7 +57,7 @@ impl CsiController {
         let (size_bytes, grows_later) = grown.await??;
         // The device of a node has its size by now, or when it is made again. Its content is another matter;
         // if the capability is not given, the node finds it out.
-        let is_device = capability.is_some_and(|capability| capability.access == Access::Block);
+        let is_device = capability.is_some_and(|capability| capability.access == VolumeAccess::Block);
         Ok(v1::ControllerExpandVolumeResponse {
             capacity_bytes: i64::try_from(size_bytes).unwrap_or(i64::MAX),
             node_expansion_required: grows_later || !is_device,

@@ -91,7 +91,7 @@ where
 
 /// A change of the listed objects.
 #[derive(Debug)]
-pub(crate) enum Change<K> {
+pub(crate) enum WatchChange<K> {
     /// The object was created or changed.
     Set(K),
     /// The object was deleted; this is its last state.
@@ -100,12 +100,12 @@ pub(crate) enum Change<K> {
     Bookmark(String),
 }
 
-impl<K: ResourceExt> Change<K> {
+impl<K: ResourceExt> WatchChange<K> {
     /// Returns the version from which a watch continues after this change.
     pub(crate) fn version(&self) -> Option<String> {
         match self {
-            Change::Set(object) | Change::Deleted(object) => object.resource_version(),
-            Change::Bookmark(version) => Some(version.clone()),
+            WatchChange::Set(object) | WatchChange::Deleted(object) => object.resource_version(),
+            WatchChange::Bookmark(version) => Some(version.clone()),
         }
     }
 }
@@ -171,14 +171,14 @@ impl<K> Watch<K> {
     }
 
     /// Waits for the next change. No change is lost if the wait is dropped.
-    pub(crate) async fn next(&mut self) -> Result<Change<K>, WatchEnd> {
+    pub(crate) async fn next(&mut self) -> Result<WatchChange<K>, WatchEnd> {
         let event = tokio::time::timeout_at(self.silent_at, self.events.next()).await;
         let event = event.map_err(|_| WatchEnd::Silent)?.ok_or(WatchEnd::Ended)?;
         self.silent_at = Instant::now() + SILENCE_LIMIT;
         match event.map_err(CallError::from)? {
-            WatchEvent::Added(object) | WatchEvent::Modified(object) => Ok(Change::Set(object)),
-            WatchEvent::Deleted(object) => Ok(Change::Deleted(object)),
-            WatchEvent::Bookmark(bookmark) => Ok(Change::Bookmark(bookmark.metadata.resource_version)),
+            WatchEvent::Added(object) | WatchEvent::Modified(object) => Ok(WatchChange::Set(object)),
+            WatchEvent::Deleted(object) => Ok(WatchChange::Deleted(object)),
+            WatchEvent::Bookmark(bookmark) => Ok(WatchChange::Bookmark(bookmark.metadata.resource_version)),
             WatchEvent::Error(status) => {
                 let is_expired = is_expired(&status);
                 let error = CallError::from(kube::Error::Api(status));

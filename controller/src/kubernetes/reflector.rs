@@ -13,7 +13,7 @@ use serde::de::DeserializeOwned;
 use shorthorn_kube::CallError;
 use tokio::sync::watch;
 
-use super::list_watch::{Change, Watch, WatchEnd, list};
+use super::list_watch::{Watch, WatchChange, WatchEnd, list};
 use crate::backoff::backoff;
 
 /// The kept part of each object, by name.
@@ -161,9 +161,9 @@ impl<T: Clone + PartialEq> Reflector<T> {
         loop {
             let change = watch.next().await?;
             match &change {
-                Change::Set(object) => self.set(object.name_any(), part(object)),
-                Change::Deleted(object) => self.set(object.name_any(), None),
-                Change::Bookmark(_) => {}
+                WatchChange::Set(object) => self.set(object.name_any(), part(object)),
+                WatchChange::Deleted(object) => self.set(object.name_any(), None),
+                WatchChange::Bookmark(_) => {}
             }
             if let Some(at) = change.version() {
                 *version = at;

@@ -8,7 +8,7 @@ use tokio::sync::mpsc;
 
 use crate::agents::Fleet;
 use crate::kubernetes::events::Events;
-use crate::queue::Outcome;
+use crate::queue::RunOutcome;
 use crate::store::{Store, StoreError};
 
 /// Performs the actions of decisions.
@@ -33,19 +33,19 @@ impl Executor {
 
     /// Carries the actions out in order, up to the first that fails. `version`: that of the object when it
     /// was decided.
-    pub(super) async fn carry_out(&self, key: &Key, version: u64, decision: Decision) -> Outcome {
+    pub(super) async fn carry_out(&self, key: &Key, version: u64, decision: Decision) -> RunOutcome {
         for action in decision.actions {
             // Calls before it may have taken long: an undeletion may want the data again.
             let deletes = matches!(action, Action::Call(_, AgentCall::DeleteReplica { .. }));
             if deletes && self.store.state().version(key) != version {
                 tracing::info!(object = %key, "changed since its deletion was decided: looking again");
-                return Outcome::Failed;
+                return RunOutcome::Failed;
             }
             if !self.act(key, action).await {
-                return Outcome::Failed;
+                return RunOutcome::Failed;
             }
         }
-        Outcome::Done(decision.look_again)
+        RunOutcome::Done(decision.look_again)
     }
 
     async fn act(&self, key: &Key, action: Action) -> bool {
@@ -121,7 +121,7 @@ mod tests {
 
     use shorthorn_controller_core::Timestamp;
     use shorthorn_controller_core::objects::{Node, Object};
-    use shorthorn_controller_core::observed::Link;
+    use shorthorn_controller_core::observed::AgentLink;
     use shorthorn_types::ReplicaId;
 
     use super::*;
@@ -137,7 +137,7 @@ mod tests {
             BTreeMap::from([("a".parse().unwrap(), "unix:///nonexistent/agent.sock".parse().unwrap())]);
         let queue = Arc::new(Queue::new());
         let fleet = Fleet::new(&nodes, Arc::clone(&store), queue, Metrics::default()).unwrap();
-        fleet.change(&"a".parse().unwrap(), |view| view.link = Link::Synced);
+        fleet.change(&"a".parse().unwrap(), |view| view.link = AgentLink::Synced);
         let (broken, errors) = mpsc::channel(1);
         (Arc::clone(&store), Executor::new(store, fleet, broken, None), errors)
     }
@@ -159,9 +159,9 @@ mod tests {
         let (store, executor, mut errors) = executor(MemoryStore::new());
         let key = node("a").key();
         let all = decision(vec![write(node("a")), write(node("b"))]);
-        assert_eq!(executor.carry_out(&key, 0, all).await, Outcome::Done(Some(Duration::from_secs(3))));
+        assert_eq!(executor.carry_out(&key, 0, all).await, RunOutcome::Done(Some(Duration::from_secs(3))));
         let some = decision(vec![write(node("c")), write(node("a")), write(node("d"))]);
-        assert_eq!(executor.carry_out(&key, 0, some).await, Outcome::Failed, "the version of a is old");
+        assert_eq!(executor.carry_out(&key, 0, some).await, RunOutcome::Failed, "the version of a is old");
         assert_eq!(store.state().nodes.keys().collect::<Vec<_>>(), ["a", "b", "c"]);
         assert!(errors.try_recv().is_err(), "a conflict needs a new decision only");
     }
@@ -181,7 +181,7 @@ mod tests {
         let delete = || decision(vec![Action::Call("a".parse().unwrap(), call.clone())]);
         let failures = || executor.fleet.agents().get(&"a".parse().unwrap()).unwrap().failures.len();
         for (decided_at, calls) in [(version - 1, 0), (version, 1)] {
-            assert_eq!(executor.carry_out(&key, decided_at, delete()).await, Outcome::Failed);
+            assert_eq!(executor.carry_out(&key, decided_at, delete()).await, RunOutcome::Failed);
             assert_eq!(failures(), calls, "decided at version {decided_at}");
         }
     }
@@ -192,7 +192,7 @@ mod tests {
         let key = node("a").key();
         for _ in 0..2 {
             let full = decision(vec![write(node("a")), write(node(FailingStore::FITS))]);
-            assert_eq!(executor.carry_out(&key, 0, full).await, Outcome::Failed);
+            assert_eq!(executor.carry_out(&key, 0, full).await, RunOutcome::Failed);
         }
         assert!(matches!(errors.try_recv(), Ok(StoreError::Write { .. })));
         assert!(errors.try_recv().is_err(), "the second one finds the channel full");

@@ -17,7 +17,7 @@ use crate::counts::Metrics;
 use crate::kubernetes::events::Events;
 use crate::store::{Store, StoreError};
 
-pub use crate::queue::{Depth, Outcome, Queue};
+pub use crate::queue::{Depth, Queue, RunOutcome};
 use decider::Decider;
 use execute::Executor;
 use place_search::PlaceSearch;

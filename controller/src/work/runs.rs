@@ -9,7 +9,7 @@ use tokio::task::JoinSet;
 use super::decider::{Decided, Decider};
 use super::execute::Executor;
 use crate::counts::Metrics;
-use crate::queue::{Outcome, Queue};
+use crate::queue::{Queue, RunOutcome};
 
 /// The maximum number of objects in work. Calls to agents can take long, and one must not delay all.
 const RUNS_MAX: usize = 64;
@@ -34,7 +34,7 @@ impl Runner {
         let started = Instant::now();
         let outcome = match self.decider.decide(&key) {
             // The next decision knows why the place is not open any more.
-            Ok(None) => Outcome::Failed,
+            Ok(None) => RunOutcome::Failed,
             Ok(Some(Decided { decision, version, reserved })) => {
                 let outcome = self.executor.carry_out(&key, version, decision).await;
                 self.decider.release(&reserved);
@@ -42,10 +42,10 @@ impl Runner {
             }
             Err(error) => {
                 tracing::error!(%error, "no random numbers");
-                Outcome::Failed
+                RunOutcome::Failed
             }
         };
-        self.metrics.reconciled(key.kind, outcome != Outcome::Failed, started.elapsed());
+        self.metrics.reconciled(key.kind, outcome != RunOutcome::Failed, started.elapsed());
         self.queue.done(&key, outcome);
     }
 }

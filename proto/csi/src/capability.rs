@@ -13,13 +13,13 @@ const MOUNT_FLAGS_MAX_BYTES: usize = 3 << 10;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capability {
     /// The kind of access.
-    pub access: Access,
+    pub access: VolumeAccess,
     mode: Mode,
 }
 
 /// The kind of access to a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum VolumeAccess {
     /// The volume is used as a block device.
     Block,
     /// The volume is used as a file system.
@@ -40,8 +40,8 @@ impl Capability {
     #[must_use]
     pub fn is_read_only(&self) -> bool {
         let flag = match &self.access {
-            Access::Block => false,
-            Access::Mount(wanted) => {
+            VolumeAccess::Block => false,
+            VolumeAccess::Mount(wanted) => {
                 wanted.flags.iter().filter_map(|flag| options(flag)).flatten().any(|one| one == "ro")
             }
         };
@@ -78,8 +78,8 @@ pub fn capability(capability: Option<v1::VolumeCapability>) -> Result<Capability
         Ok(mode) => mode,
     };
     let access = match capability.access_type.ok_or_else(|| missing(".access_type"))? {
-        AccessType::Block(_) => Access::Block,
-        AccessType::Mount(wanted) => Access::Mount(mount_spec(wanted)?),
+        AccessType::Block(_) => VolumeAccess::Block,
+        AccessType::Mount(wanted) => VolumeAccess::Mount(mount_spec(wanted)?),
     };
     Ok(Capability { access, mode })
 }
@@ -201,8 +201,8 @@ mod tests {
     #[test]
     fn file_systems_that_nobody_can_make_are_refused() {
         let kind = |name: &str| match capability(Some(mount(name, &[])))?.access {
-            Access::Mount(wanted) => Ok::<_, CsiError>(wanted.kind),
-            Access::Block => panic!("a mount"),
+            VolumeAccess::Mount(wanted) => Ok::<_, CsiError>(wanted.kind),
+            VolumeAccess::Block => panic!("a mount"),
         };
         assert_eq!(kind("").unwrap(), None);
         assert_eq!(kind("xfs").unwrap(), Some(FsKind::Xfs));

@@ -10,7 +10,7 @@ mod gates;
 mod identity;
 mod size;
 
-pub use capability::{Access, Capability, FsKind, MountSpec, capability, options};
+pub use capability::{Capability, FsKind, MountSpec, VolumeAccess, capability, options};
 pub use error::CsiError;
 pub use gates::{Gates, Pass};
 pub use identity::{IdentityService, NOT_READY};

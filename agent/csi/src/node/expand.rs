@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use shorthorn_csi::{Access, Capability, CsiError, FsKind};
+use shorthorn_csi::{Capability, CsiError, FsKind, VolumeAccess};
 use shorthorn_mounts::MountTable;
 
 use crate::filesystem;
@@ -21,7 +21,7 @@ pub(super) fn expand(
     let elsewhere = || CsiError::NotFound("the volume is not at volume_path".into());
     let point = mounting::resolve(path.ok_or_else(elsewhere)?)?.ok_or_else(elsewhere)?;
     let table = mounting::read_table()?;
-    let as_device = capability.map(|capability| capability.access == Access::Block);
+    let as_device = capability.map(|capability| capability.access == VolumeAccess::Block);
     let has_node = look::is_node_at(&point, device.number);
     let mount = table.at(&point).filter(|mount| mount.is_whole(device.number));
     if (has_node && as_device == Some(false)) || (mount.is_some() && as_device == Some(true)) {

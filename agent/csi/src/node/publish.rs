@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use shorthorn_csi::{Access, Capability, CsiError, MountSpec};
+use shorthorn_csi::{Capability, CsiError, MountSpec, VolumeAccess};
 use shorthorn_mounts::{Mount, MountTable};
 
 use crate::mounting::{self, TargetKind};
@@ -47,8 +47,8 @@ pub(super) fn publish(
         only_here(options, &table, device, &target, &staging)?;
     }
     match &wanted.capability.access {
-        Access::Mount(mount) => publish_mount(options, volume, wanted, mount, &target, read_only),
-        Access::Block => publish_block(options, volume, device, &table, &target, read_only),
+        VolumeAccess::Mount(mount) => publish_mount(options, volume, wanted, mount, &target, read_only),
+        VolumeAccess::Block => publish_block(options, volume, device, &table, &target, read_only),
     }
 }
 
@@ -63,11 +63,11 @@ fn is_published(
 ) -> Result<bool, CsiError> {
     let (file_system, node) = (mount.is_whole(device.number), look::is_node_at(&mount.point, device.number));
     match &capability.access {
-        Access::Mount(wanted) if file_system => {
+        VolumeAccess::Mount(wanted) if file_system => {
             stage::check_options(mount, wanted, read_only)?;
             Ok(true)
         }
-        Access::Block if node => {
+        VolumeAccess::Block if node => {
             if !volume.read_only && look::is_read_only(device)? != read_only {
                 let message = "is the volume already, with another answer to whether it is read-only";
                 return Err(CsiError::Exists(format!("{} {message}", mount.point.display())));

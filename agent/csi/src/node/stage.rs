@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use shorthorn_csi::{Access, Capability, CsiError, FsKind, MountSpec};
+use shorthorn_csi::{Capability, CsiError, FsKind, MountSpec, VolumeAccess};
 use shorthorn_mounts::{Mount, MountTable};
 
 use crate::device;
@@ -21,10 +21,10 @@ pub(super) fn stage(
 ) -> Result<(), CsiError> {
     let device = look::device(volume)?;
     match &capability.access {
-        Access::Mount(wanted) => {
+        VolumeAccess::Mount(wanted) => {
             stage_mount(options, volume, staging, wanted, capability.is_read_only()).map(drop)
         }
-        Access::Block => match mounting::resolve(staging)? {
+        VolumeAccess::Block => match mounting::resolve(staging)? {
             Some(point) => not_mounted_at(&mounting::read_table()?, device, &point),
             None => Err(CsiError::Precondition(format!("{} does not exist", staging.display()))),
         },

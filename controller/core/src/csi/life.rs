@@ -76,7 +76,7 @@ pub fn expand(
 
 /// The progress of a new volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Placement {
+pub enum PlacementState {
     /// Every replica has a place.
     Scheduled,
     /// The result is not known yet.
@@ -89,17 +89,17 @@ pub enum Placement {
 
 /// Returns the progress of the volume.
 #[must_use]
-pub fn placement(cluster: &ClusterState, name: &str) -> Placement {
+pub fn placement(cluster: &ClusterState, name: &str) -> PlacementState {
     let living = cluster.volumes.get(name).filter(|volume| !volume.is_deleting());
     let Some(volume) = living else {
-        return if is_unknown(cluster, name) { Placement::Pending } else { Placement::Gone };
+        return if is_unknown(cluster, name) { PlacementState::Pending } else { PlacementState::Gone };
     };
     if volume.status.state != VolumeState::Creating {
-        return Placement::Scheduled;
+        return PlacementState::Scheduled;
     }
     match volume.status.conditions.get(ConditionType::Scheduled) {
-        Some(scheduled) if !scheduled.status => Placement::Unschedulable(scheduled.message.clone()),
-        _ => Placement::Pending,
+        Some(scheduled) if !scheduled.status => PlacementState::Unschedulable(scheduled.message.clone()),
+        _ => PlacementState::Pending,
     }
 }
 
@@ -110,7 +110,7 @@ pub fn placement(cluster: &ClusterState, name: &str) -> Placement {
 /// [`RequestError::NoVolume`].
 pub fn undo(cluster: &ClusterState, name: &str, now: Timestamp) -> Result<Change<Volume>, RequestError> {
     let volume = requests::find(cluster, name)?;
-    let is_without = matches!(placement(cluster, name), Placement::Unschedulable(_));
+    let is_without = matches!(placement(cluster, name), PlacementState::Unschedulable(_));
     if is_without && volume.spec.csi_name.is_some() {
         return requests::ask_for_deletion(cluster, name, now);
     }

@@ -10,7 +10,7 @@ mod parameters;
 mod size;
 
 pub use life::{
-    NewVolume, Placement, SizedError, delete, expand, is_away, is_deleted, is_published, is_unknown,
+    NewVolume, PlacementState, SizedError, delete, expand, is_away, is_deleted, is_published, is_unknown,
     max_volumes, placement, publish, published_node, published_nodes_of_unknown, undo, unknown_volumes,
     unpublish, waits_for,
 };

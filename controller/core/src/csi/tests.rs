@@ -127,24 +127,24 @@ fn a_volume_that_somebody_else_calls_so_is_not_taken_for_it() {
 fn only_what_has_no_place_is_undone() {
     let mut cluster = cluster();
     made(&mut cluster, &wanted("v", 4096, 0));
-    assert_eq!(placement(&cluster, "v"), Placement::Pending);
+    assert_eq!(placement(&cluster, "v"), PlacementState::Pending);
     assert!(matches!(undo(&cluster, "v", now()), Ok(Change::AlreadySo(_))));
     change(&mut cluster, |volume| {
         let finding = Finding::wrong("NoPlace", "no disk");
         volume.status.conditions.set(ConditionType::Scheduled, finding, now());
     });
-    assert_eq!(placement(&cluster, "v"), Placement::Unschedulable("no disk".into()));
+    assert_eq!(placement(&cluster, "v"), PlacementState::Unschedulable("no disk".into()));
     assert!(stored(undo(&cluster, "v", now()).unwrap()).metadata.is_deleting());
     // An operator's own waits for its place.
     let mut others = cluster.clone();
     change(&mut others, |volume| volume.spec.csi_name = None);
     assert!(matches!(undo(&others, "v", now()), Ok(Change::AlreadySo(_))));
     change(&mut cluster, |volume| volume.status.state = VolumeState::Detached);
-    assert_eq!(placement(&cluster, "v"), Placement::Scheduled);
+    assert_eq!(placement(&cluster, "v"), PlacementState::Scheduled);
     assert!(matches!(undo(&cluster, "v", now()), Ok(Change::AlreadySo(_))));
     change(&mut cluster, |volume| volume.metadata.deletion_timestamp = Some(now()));
-    assert_eq!(placement(&cluster, "v"), Placement::Gone);
-    assert_eq!(placement(&cluster, "w"), Placement::Gone);
+    assert_eq!(placement(&cluster, "v"), PlacementState::Gone);
+    assert_eq!(placement(&cluster, "w"), PlacementState::Gone);
 }
 
 #[test]

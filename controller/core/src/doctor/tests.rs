@@ -11,7 +11,7 @@ fn examine_it(example: &Example) -> Vec<Check> {
 }
 
 /// Returns the only check that has not passed, and its finding.
-fn ill(example: &Example) -> (&'static str, CheckOutcome, Finding) {
+fn ill(example: &Example) -> (&'static str, CheckOutcome, SetupFinding) {
     let checks = examine_it(example);
     let mut ill = checks.iter().filter(|check| check.outcome() != CheckOutcome::Passed);
     let check = ill.next().expect("something is found");
@@ -144,7 +144,7 @@ fn a_node_out_of_reach_fails_and_is_judged_by_nothing_else() {
         let finding = objects::Finding::wrong("AgentUnreachable", "no route");
         example.node("b").status.conditions.set(ConditionType::Ready, finding, now());
         example.volume().spec.number_of_replicas = 2;
-        example.agent("b").link = crate::observed::Link::Down { since: now(), reason: String::new() };
+        example.agent("b").link = crate::observed::AgentLink::Down { since: now(), reason: String::new() };
         example.info("b").version = "0.1.0".to_owned();
     };
     assert_ill(change, "agents", CheckOutcome::Failed, &["node b: no route", "node delete b"]);
@@ -152,7 +152,7 @@ fn a_node_out_of_reach_fails_and_is_judged_by_nothing_else() {
 
 #[test]
 fn findings_are_bounded_and_the_worst_come_first() {
-    let finding = |outcome| Finding { outcome, message: "m".to_owned(), fix: String::new() };
+    let finding = |outcome| SetupFinding { outcome, message: "m".to_owned(), fix: String::new() };
     let mut all = vec![finding(CheckOutcome::Warned); 30];
     all.push(finding(CheckOutcome::Failed));
     let bounded = bounded(all);

@@ -10,12 +10,12 @@ use crate::left_out::LeftOut;
 use crate::lost_disk::RemoveDisk;
 use crate::lost_node::DeleteNode;
 use crate::objects::{CurrentState, DesireState, Key, Kind, Object, Secret, VolumeState};
-use crate::observed::{Agents, Link};
+use crate::observed::{AgentLink, Agents};
 use crate::orphans::{self, Directory};
 use crate::reboot::Needed;
 use crate::reconcile::{Context, Settings, reconcile};
 use crate::requests::{self, CreateVolume, RequestError, SalvageVolume};
-use crate::undelete::Record;
+use crate::undelete::DeletionRecord;
 use crate::{
     Action, AgentCall, ClusterState, Decision, NodeName, Timestamp, csi, drain, given_up, reboot, undelete,
 };
@@ -139,7 +139,7 @@ fn calls_of_csi_wait_for_a_volume_that_was_left_out() {
     is_left_out(csi::publish(&cluster, "v", "a"), Kind::Volume);
     is_left_out(csi::unpublish(&cluster, "v", Some("a")), Kind::Volume);
     assert!(!csi::is_deleted(&cluster, "v") && !csi::is_away(&cluster, "v", Some("a")));
-    assert_eq!(csi::placement(&cluster, "v"), csi::Placement::Pending);
+    assert_eq!(csi::placement(&cluster, "v"), csi::PlacementState::Pending);
     assert!(csi::waits_for(&cluster, "v").contains("mend it"));
     assert!(csi::is_deleted(&cluster, "w") && csi::is_away(&cluster, "w", None));
     // Its engine may write, wherever it was.
@@ -192,7 +192,7 @@ fn a_disk_or_node_stays_if_a_replica_may_be_on_it_that_was_left_out() {
     // Its object stays until the replica is known again.
     example.node("c").metadata.deletion_timestamp = Some(now());
     example.agent("c").from_object = true;
-    example.agent("c").link = Link::Down { since: Timestamp::MIN, reason: "down".to_owned() };
+    example.agent("c").link = AgentLink::Down { since: Timestamp::MIN, reason: "down".to_owned() };
     let decision = decide(&example, &Key::new(Kind::Node, "c"));
     assert!(!decision.actions.iter().any(|action| matches!(action, Action::Remove(..))), "{decision:#?}");
     example.cluster.forget_left_out(&key_of(Kind::Replica, 3));
@@ -300,7 +300,8 @@ fn a_replica_that_was_left_out_may_be_a_member_unless_its_text_says_that_it_has_
 #[test]
 fn nothing_of_a_volume_that_was_left_out_goes() {
     let mut example = Example::new();
-    let record = Record::of(&example.cluster.volumes["v"], &example.cluster.replicas["v-00000001"], true);
+    let record =
+        DeletionRecord::of(&example.cluster.volumes["v"], &example.cluster.replicas["v-00000001"], true);
     leave_out(&mut example.cluster, Kind::Volume, 0);
     example.replica(1, |replica| {
         replica.metadata.deletion_timestamp = Some(now());

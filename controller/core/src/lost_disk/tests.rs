@@ -5,7 +5,7 @@ use crate::example::{self, Example};
 use crate::objects::{
     DataState, DesireState, DiskSpec, Metadata, ReplicaSpec, ReplicaStatus, Secret, VolumeState,
 };
-use crate::observed::{Link, ObservedAgent, ObservedDisk};
+use crate::observed::{AgentLink, ObservedAgent, ObservedDisk};
 use crate::requests::{CreateVolume, SetDisk};
 use crate::{Timestamp, given_up};
 
@@ -50,7 +50,7 @@ fn cluster(occupied: bool) -> ClusterState {
 }
 
 fn agents(problem: &str) -> Agents {
-    let mut view = ObservedAgent { link: Link::Synced, ..ObservedAgent::new("http://agent", now()) };
+    let mut view = ObservedAgent { link: AgentLink::Synced, ..ObservedAgent::new("http://agent", now()) };
     view.disks
         .insert(DISK.to_owned(), ObservedDisk { problem: problem.to_owned(), ..ObservedDisk::default() });
     [(NodeName::new("n").unwrap(), view)].into_iter().collect()

@@ -8,7 +8,7 @@ use crate::objects::{
     DataState, DesireState, Finding, Metadata, NodeSpec, NodeStatus, Replica, ReplicaSpec, ReplicaStatus,
     Secret, VolumeState,
 };
-use crate::observed::Link;
+use crate::observed::AgentLink;
 use crate::requests::CreateVolume;
 
 fn now() -> Timestamp {
@@ -59,7 +59,7 @@ impl Cluster {
             state.insert(Node { metadata: Metadata::new(name, now()), spec, status }.into());
             let mut view = ObservedAgent::new("http://agent", now());
             if name != "a" {
-                view.link = Link::Synced;
+                view.link = AgentLink::Synced;
             }
             agents.insert(node(name), view);
         }
@@ -116,7 +116,7 @@ fn a_node_that_never_comes_back_is_given_up() {
 #[test]
 fn a_node_that_answers_is_never_given_up() {
     let mut cluster = Cluster::new();
-    cluster.agents.get_mut(&node("a")).unwrap().link = Link::Synced;
+    cluster.agents.get_mut(&node("a")).unwrap().link = AgentLink::Synced;
     assert_eq!(cluster.delete(true), Err(RequestError::NodeAnswers("a".to_owned())));
     // This controller has not heard of it yet, the last one had.
     let mut cluster = Cluster::new();

@@ -1,7 +1,7 @@
 use super::*;
 use crate::discovery;
 use crate::objects::Secret;
-use crate::observed::{AgentInfo, Link, ObservedAgent};
+use crate::observed::{AgentInfo, AgentLink, ObservedAgent};
 use crate::reconcile::UNREACHABLE_AFTER;
 use crate::requests::{Change, CreateVolume};
 
@@ -196,7 +196,7 @@ fn kubernetes(is_ready: bool) -> KubernetesCluster {
     kubernetes
 }
 
-fn agents(link: Link) -> Agents {
+fn agents(link: AgentLink) -> Agents {
     let info = Some(AgentInfo { name: NODE.to_owned(), ..AgentInfo::default() });
     let view = ObservedAgent { link, info, ..ObservedAgent::new("http://a:1", at(0)) };
     Agents::from_iter([(NodeName::new(NODE).unwrap(), view)])
@@ -204,7 +204,7 @@ fn agents(link: Link) -> Agents {
 
 #[test]
 fn a_machine_is_lost_when_nobody_sees_it_and_a_volume_is_there() {
-    let down = || agents(Link::Down { since: at(0), reason: "silent".to_owned() });
+    let down = || agents(AgentLink::Down { since: at(0), reason: "silent".to_owned() });
     let limit_s = i64::try_from(UNREACHABLE_AFTER.as_secs()).unwrap();
     let here = || cluster(None, Some(NODE));
     let table: Vec<(&str, KubernetesCluster, ClusterState, Agents, i64, bool)> = vec![
@@ -212,7 +212,7 @@ fn a_machine_is_lost_when_nobody_sees_it_and_a_volume_is_there() {
         ("a volume on its way there", kubernetes(false), cluster(Some(NODE), None), down(), limit_s, true),
         ("no agent was ever known", kubernetes(false), here(), Agents::default(), 0, true),
         ("kubelet is well", kubernetes(true), here(), down(), limit_s, false),
-        ("the agent answers", kubernetes(false), here(), agents(Link::Synced), limit_s, false),
+        ("the agent answers", kubernetes(false), here(), agents(AgentLink::Synced), limit_s, false),
         ("a volume elsewhere", kubernetes(false), cluster(Some("m"), Some("m")), down(), limit_s, false),
         ("no volume", kubernetes(false), ClusterState::default(), down(), limit_s, false),
         ("no machine", KubernetesCluster::default(), here(), down(), limit_s, false),

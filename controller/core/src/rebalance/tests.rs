@@ -10,7 +10,7 @@ use crate::objects::{
     ConditionType, DesireState, DiskSpec, DiskStatus, Finding, Metadata, Node, NodeSpec, NodeStatus,
     ReplicaSpec, ReplicaStatus, Secret,
 };
-use crate::observed::{Link, ObservedAgent, ObservedDisk};
+use crate::observed::{AgentLink, ObservedAgent, ObservedDisk};
 use crate::requests::CreateVolume;
 
 const GIB: u64 = 1 << 30;
@@ -54,7 +54,8 @@ impl Cluster {
         self.state.insert(Node { metadata: Metadata::new(name(at).as_str(), now()), spec, status }.into());
         let seen = ObservedDisk { available_bytes: DISK_BYTES, ..ObservedDisk::default() };
         let disks = [(DISK.to_owned(), seen)].into();
-        let view = ObservedAgent { link: Link::Synced, disks, ..ObservedAgent::new("http://agent", now()) };
+        let view =
+            ObservedAgent { link: AgentLink::Synced, disks, ..ObservedAgent::new("http://agent", now()) };
         self.agents.insert(name(at), view);
     }
 

@@ -13,7 +13,7 @@ use std::time::Duration;
 use shorthorn_types::limits::MAX_MEMBERS;
 
 use crate::objects::{EnginePhase, Key, Kind, Replica, Robustness, Volume, VolumeState};
-use crate::observed::{Agents, Link, ObservedAgent};
+use crate::observed::{AgentLink, Agents, ObservedAgent};
 use crate::scheduler::Limits;
 use crate::{ClusterState, Decision, NodeName, Timestamp, drain, given_up};
 
@@ -225,12 +225,12 @@ pub(crate) fn reachability_of<'a>(agents: &'a Agents, now: Timestamp, node: &Nod
         ));
     };
     match (&view.link, &view.info) {
-        (Link::Synced, Some(info)) if info.name != node.as_str() => Reachability::Unreachable(format!(
+        (AgentLink::Synced, Some(info)) if info.name != node.as_str() => Reachability::Unreachable(format!(
             "the agent at {} says that it is node {:?}, not {node}: correct --node {node}=URL",
             view.address, info.name
         )),
-        (Link::Synced, _) => Reachability::Reachable(view),
-        (Link::Down { since, reason }, _) => {
+        (AgentLink::Synced, _) => Reachability::Reachable(view),
+        (AgentLink::Down { since, reason }, _) => {
             let left = remaining(*since, UNREACHABLE_AFTER, now);
             if left.is_zero() {
                 Reachability::Unreachable(format!(

@@ -9,7 +9,7 @@ use crate::objects::{
     Volume, VolumeState,
 };
 use crate::observed::{Detail, Instance, InstanceKey, InstanceState, ObservedAgent};
-use crate::undelete::Record;
+use crate::undelete::DeletionRecord;
 use crate::{Action, AgentCall, Decision, StartReplica, Timestamp};
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
@@ -280,7 +280,7 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
         // A deleted replica stays in use until the volume is served without it.
         return see(context, replica, replica.spec.desire_state);
     }
-    let mut record = Record::of(volume, replica, with_volume);
+    let mut record = DeletionRecord::of(volume, replica, with_volume);
     if record.is_empty() {
         // The volume is only half undeleted: the kept record still describes it.
         record = replica.status.undeletion_record.clone().unwrap_or_default();
@@ -375,7 +375,7 @@ fn stray_engine(
     let instance = InstanceKey::engine(&replica.spec.volume_name);
     let is_nobodys = !context.cluster.volumes.contains_key(replica.spec.volume_name.as_str());
     let is_stray = replica.is_left_behind() && is_nobodys && view.instances.contains_key(&instance);
-    let record: Record = serde_json::from_str(record).ok().filter(|_| is_stray)?;
+    let record: DeletionRecord = serde_json::from_str(record).ok().filter(|_| is_stray)?;
     Some((instance, record.attach))
 }
 

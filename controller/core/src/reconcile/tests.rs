@@ -11,7 +11,7 @@ use crate::objects::{
     NodeSpec, NodeStatus, Object, Replica, ReplicaSpec, ReplicaStatus, Secret,
 };
 use crate::observed::{
-    AgentInfo, Detail, Failure, Instance, InstanceKey, InstanceState, ObservedDisk, ObservedEngine,
+    AgentInfo, CallFailure, Detail, Instance, InstanceKey, InstanceState, ObservedDisk, ObservedEngine,
 };
 use crate::requests::{Change, CreateVolume};
 use crate::{Action, AgentCall, StartEngine};
@@ -59,7 +59,7 @@ fn agents(on_b: Option<u64>) -> Agents {
     let mut agents = Agents::default();
     for name in ["a", "b"] {
         let mut view = ObservedAgent::new("http://agent", now());
-        view.link = Link::Synced;
+        view.link = AgentLink::Synced;
         view.info = Some(AgentInfo { name: name.to_owned(), ..AgentInfo::default() });
         let disk =
             ObservedDisk { total_bytes: DISK_BYTES, available_bytes: DISK_BYTES, ..ObservedDisk::default() };
@@ -152,7 +152,9 @@ fn no_place_is_refused_while_nodes_may_still_come() {
         });
         (written.unwrap().status.conditions, decision.look_again)
     };
-    agents.change_all(|view| view.link = Link::Down { since: now(), reason: "not reached yet".to_owned() });
+    agents.change_all(|view| {
+        view.link = AgentLink::Down { since: now(), reason: "not reached yet".to_owned() }
+    });
     let (conditions, again) = volume_after(&agents, now());
     assert_eq!(conditions.get(ConditionType::Settled).unwrap().reason, "WaitingForNodes");
     assert!(conditions.get(ConditionType::Scheduled).is_none());
@@ -315,7 +317,7 @@ fn a_replica_is_made_beside_a_lost_one_only_once_every_other_node_was_asked() {
     agents.insert(c.clone(), free);
     assert_eq!(decide(&agents, now()).0.as_deref(), Some("c"));
 
-    let link = Link::Down { since: now(), reason: "not reached yet".to_owned() };
+    let link = AgentLink::Down { since: now(), reason: "not reached yet".to_owned() };
     agents.get_mut(&c).unwrap().link = link;
     assert_eq!(decide(&agents, now()), (None, Some(UNREACHABLE_AFTER)));
     assert_eq!(decide(&agents, now() + UNREACHABLE_AFTER).0.as_deref(), Some("b"));
@@ -424,7 +426,7 @@ fn a_node_that_the_controller_is_configured_with_stays_until_it_is_not() {
         ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), ReplicaId::from_random(2)),
     ));
     let mut view = ObservedAgent::new("http://agent", now() - UNREACHABLE_AFTER);
-    view.link = Link::Down { since: now() - UNREACHABLE_AFTER, reason: "no answer".to_owned() };
+    view.link = AgentLink::Down { since: now() - UNREACHABLE_AFTER, reason: "no answer".to_owned() };
     agents.insert(b.clone(), view);
     act(&mut cluster, &agents, &Key::new(Kind::Node, "b"));
     let ready = cluster.nodes["b"].status.conditions.get(ConditionType::Ready).unwrap();

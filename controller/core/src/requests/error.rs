@@ -5,7 +5,7 @@ use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 use thiserror::Error;
 
 use crate::objects::{DataLocalityError, FrontendError};
-use crate::scheduler::Refusal;
+use crate::scheduler::PlacementRefusal;
 use crate::{LabelError, NodeName, NodeNameError};
 
 /// The reason why a call is refused.
@@ -161,7 +161,7 @@ pub enum RequestError {
         /// The requested size.
         wanted: u64,
         /// The disks, and the reasons.
-        refusal: Box<Refusal>,
+        refusal: Box<PlacementRefusal>,
     },
     /// The share of copying can never work.
     #[error("invalid share of {0} percent: use 1 to 100")]

@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 
 use super::scores::{Choice, Gain, compare, scores, spread};
 use super::zones::Zones;
-use super::{NodeCandidate, Placement, Request};
+use super::{NodeCandidate, Placement, PlacementRequest};
 use crate::NodeName;
 
 /// The divisor of a replica's size that gives the minimum gain of a move. Without it, replicas would move in
@@ -19,7 +19,7 @@ const WORTH_DIVISOR: u64 = 2;
 /// Each move brings the volume's replicas further apart, or makes the sum of the squares of the disks' room
 /// smaller. So moves come to an end, however often this is asked.
 pub fn better_location(
-    request: &Request,
+    request: &PlacementRequest,
     nodes: &mut [NodeCandidate],
     (node, path): (&NodeName, &str),
     wanted: fn(Gain) -> bool,
@@ -40,7 +40,7 @@ pub fn better_location(
     better.map(|(_, gain)| (gain, placement))
 }
 
-fn take_out(request: &Request, nodes: &mut [NodeCandidate], (at, disk_at): (usize, usize)) {
+fn take_out(request: &PlacementRequest, nodes: &mut [NodeCandidate], (at, disk_at): (usize, usize)) {
     let disk = &mut nodes[at].disks[disk_at];
     disk.same_volume = disk.same_volume.saturating_sub(1);
     disk.scheduled_bytes = disk.scheduled_bytes.saturating_sub(request.size_bytes);
@@ -48,7 +48,7 @@ fn take_out(request: &Request, nodes: &mut [NodeCandidate], (at, disk_at): (usiz
 
 /// Returns the best of the disks that are worth it, for a replica that was taken out of `here`.
 fn best(
-    request: &Request,
+    request: &PlacementRequest,
     nodes: &[NodeCandidate],
     here: (usize, usize),
     wanted: fn(Gain) -> bool,
@@ -70,7 +70,7 @@ fn best(
 }
 
 /// Returns the gain of `there` over `here`, if that is worth a copy.
-fn gain(request: &Request, there: &Choice<'_>, here: &Choice<'_>) -> Option<Gain> {
+fn gain(request: &PlacementRequest, there: &Choice<'_>, here: &Choice<'_>) -> Option<Gain> {
     match spread(request, there, here) {
         Some((Ordering::Less, gain)) => Some(gain),
         Some(_) => None,

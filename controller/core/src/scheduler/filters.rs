@@ -5,7 +5,7 @@ use std::fmt;
 use shorthorn_types::HumanGib;
 
 use super::zones::Zone;
-use super::{DiskCandidate, NodeCandidate, Request};
+use super::{DiskCandidate, NodeCandidate, PlacementRequest};
 use crate::{Label, Labels};
 
 /// A rule that can remove a node, or a disk of it.
@@ -39,16 +39,16 @@ pub enum Filter {
 
 struct NodeFilter {
     filter: Filter,
-    takes: fn(&Request, &NodeCandidate, &Zone) -> bool,
+    takes: fn(&PlacementRequest, &NodeCandidate, &Zone) -> bool,
     /// The reason why the node does not pass.
-    reason: fn(&Request, &NodeCandidate) -> String,
+    reason: fn(&PlacementRequest, &NodeCandidate) -> String,
 }
 
 struct DiskFilter {
     filter: Filter,
-    takes: fn(&Request, &DiskCandidate) -> bool,
+    takes: fn(&PlacementRequest, &DiskCandidate) -> bool,
     /// The reason why the disk does not pass.
-    reason: fn(&Request, &DiskCandidate) -> String,
+    reason: fn(&PlacementRequest, &DiskCandidate) -> String,
 }
 
 const NODE_FILTERS: &[NodeFilter] = &[
@@ -130,18 +130,22 @@ const DISK_FILTERS: &[DiskFilter] = &[
 ];
 
 /// Returns true if a replica can go to that node at all.
-pub(super) fn takes(request: &Request, node: &NodeCandidate, zone: &Zone) -> bool {
+pub(super) fn takes(request: &PlacementRequest, node: &NodeCandidate, zone: &Zone) -> bool {
     NODE_FILTERS.iter().all(|filter| (filter.takes)(request, node, zone))
 }
 
 /// Returns true if a replica can go to that disk, if it can go to its node.
-pub(super) fn takes_on(request: &Request, disk: &DiskCandidate) -> bool {
+pub(super) fn takes_on(request: &PlacementRequest, disk: &DiskCandidate) -> bool {
     DISK_FILTERS.iter().all(|filter| (filter.takes)(request, disk))
 }
 
 /// Returns the filter that removes the node, and the reason for people. If all of its disks are removed, this
 /// is the filter that the most suitable disk has failed: that is the missing condition.
-pub(super) fn explain(request: &Request, node: &NodeCandidate, zone: &Zone) -> Option<(Filter, String)> {
+pub(super) fn explain(
+    request: &PlacementRequest,
+    node: &NodeCandidate,
+    zone: &Zone,
+) -> Option<(Filter, String)> {
     if let Some(failed) = NODE_FILTERS.iter().find(|filter| !(filter.takes)(request, node, zone)) {
         return Some((failed.filter, (failed.reason)(request, node)));
     }
@@ -154,17 +158,17 @@ pub(super) fn explain(request: &Request, node: &NodeCandidate, zone: &Zone) -> O
 }
 
 /// Returns the reason why a disk has no room for `request.size_bytes` more.
-pub(super) fn lacks_room(request: &Request, disk: &DiskCandidate) -> Option<(Filter, String)> {
+pub(super) fn lacks_room(request: &PlacementRequest, disk: &DiskCandidate) -> Option<(Filter, String)> {
     let has_room = request.size_bytes <= disk.room_bytes(request.limits);
     (!has_room).then(|| (Filter::Capacity, too_small(request, disk)))
 }
 
-fn stays_free(request: &Request, disk: &DiskCandidate) -> bool {
+fn stays_free(request: &PlacementRequest, disk: &DiskCandidate) -> bool {
     let left = disk.available_bytes.checked_sub(request.used_bytes);
     left.is_some_and(|left| left >= disk.minimal_available_bytes(request.limits))
 }
 
-fn too_full(request: &Request, disk: &DiskCandidate) -> String {
+fn too_full(request: &PlacementRequest, disk: &DiskCandidate) -> String {
     format!(
         "has {} free, and {} ({} %) have to stay free",
         HumanGib(disk.available_bytes),
@@ -173,7 +177,7 @@ fn too_full(request: &Request, disk: &DiskCandidate) -> String {
     )
 }
 
-fn too_small(request: &Request, disk: &DiskCandidate) -> String {
+fn too_small(request: &PlacementRequest, disk: &DiskCandidate) -> String {
     format!(
         "can schedule {} more, {} are needed (size {}, reserved {}, scheduled {})",
         HumanGib(disk.room_bytes(request.limits)),
@@ -186,7 +190,7 @@ fn too_small(request: &Request, disk: &DiskCandidate) -> String {
 
 impl Filter {
     /// Returns the reason for which the filter removes `count` nodes, in words that follow the number.
-    pub(super) fn of_nodes(self, request: &Request, count: usize) -> String {
+    pub(super) fn of_nodes(self, request: &PlacementRequest, count: usize) -> String {
         let (is, has, lacks) = if count == 1 { ("is", "has", "lacks") } else { ("are", "have", "lack") };
         match self {
             Filter::Cordon => format!("{is} cordoned"),

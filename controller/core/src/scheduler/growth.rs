@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{DiskCandidate, Limits, Refusal, Removal, Request, filters};
+use super::{DiskCandidate, Limits, PlacementRefusal, PlacementRequest, Removal, filters};
 use crate::objects::{Replica, Volume};
 use crate::{ClusterState, NodeName};
 
@@ -10,20 +10,20 @@ use crate::{ClusterState, NodeName};
 /// disks are not considered: their replicas are lost, and will be replaced.
 ///
 /// # Errors
-/// [`Refusal`] names the disks that cannot.
+/// [`PlacementRefusal`] names the disks that cannot.
 pub fn room_to_grow(
     cluster: &ClusterState,
     volume: &Volume,
     size_bytes: u64,
     limits: Limits,
-) -> Result<(), Refusal> {
+) -> Result<(), PlacementRefusal> {
     let mut wanted: BTreeMap<(&NodeName, &str), u64> = BTreeMap::new();
     for replica in cluster.replicas_of(&volume.spec.volume_name) {
         *wanted.entry(location_of(replica)).or_default() +=
             size_bytes.saturating_sub(replica.spec.volume_size);
     }
     let mut by_node: BTreeMap<NodeName, Removal> = BTreeMap::new();
-    let mut request = Request { limits, ..Request::of(volume, limits) };
+    let mut request = PlacementRequest { limits, ..PlacementRequest::of(volume, limits) };
     let asked = u32::try_from(wanted.len()).unwrap_or(u32::MAX);
     let mut refused = 0;
     for ((node, path), more_bytes) in &wanted {
@@ -39,7 +39,7 @@ pub fn room_to_grow(
     if by_node.is_empty() {
         return Ok(());
     }
-    Err(Refusal::of(&request, by_node, asked - refused, asked))
+    Err(PlacementRefusal::of(&request, by_node, asked - refused, asked))
 }
 
 fn location_of(replica: &Replica) -> (&NodeName, &str) {

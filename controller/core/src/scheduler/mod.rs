@@ -26,7 +26,7 @@ pub(crate) use candidates::largest_room_bytes;
 pub use candidates::{candidates, candidates_for_new, taken_bytes};
 pub use filters::Filter;
 pub use growth::room_to_grow;
-pub use refusal::{Refusal, Removal};
+pub use refusal::{PlacementRefusal, Removal};
 pub use room::{Room, room};
 pub use sampling::place;
 pub use scores::Gain;
@@ -56,7 +56,7 @@ impl Default for Limits {
 
 /// The requirements of a placement.
 #[derive(Clone, Debug, Default)]
-pub struct Request {
+pub struct PlacementRequest {
     /// The maximum size of each replica in bytes.
     pub size_bytes: u64,
     /// The bytes that each replica takes at once: a new one gets the data of the others.
@@ -77,14 +77,14 @@ pub struct Request {
     pub limits: Limits,
 }
 
-impl Request {
+impl PlacementRequest {
     /// Returns the requirements of each replica of `volume`.
     #[must_use]
-    pub fn of(volume: &Volume, limits: Limits) -> Request {
+    pub fn of(volume: &Volume, limits: Limits) -> PlacementRequest {
         let (spec, status) = (&volume.spec, &volume.status);
         let place = spec.node_id.as_ref().or(status.current_node_id.as_ref());
         let place = place.or(spec.preferred_node_id.as_ref());
-        Request {
+        PlacementRequest {
             size_bytes: spec.size,
             used_bytes: 0,
             soft_anti_affinity: spec.replica_soft_anti_affinity,
@@ -192,20 +192,20 @@ pub struct Placement {
 /// existing ones, and also has the new ones when this returns.
 ///
 /// # Errors
-/// [`Refusal`] if not all of them have a place; none is taken then.
+/// [`PlacementRefusal`] if not all of them have a place; none is taken then.
 pub fn schedule(
-    request: &Request,
+    request: &PlacementRequest,
     nodes: &mut [NodeCandidate],
     present: u32,
     wanted: u32,
-) -> Result<Vec<Placement>, Refusal> {
+) -> Result<Vec<Placement>, PlacementRefusal> {
     choose(request, nodes, present, wanted, |_, _, _| true)
-        .map_err(|(placed, zones)| Refusal::new(request, nodes, &zones, placed, wanted))
+        .map_err(|(placed, zones)| PlacementRefusal::new(request, nodes, &zones, placed, wanted))
 }
 
 /// Finds places that are all `accepted`. The error has the number of replicas before the one without a place.
 fn choose(
-    request: &Request,
+    request: &PlacementRequest,
     nodes: &mut [NodeCandidate],
     present: u32,
     wanted: u32,
@@ -232,13 +232,17 @@ fn choose(
 /// Finds a place for one more replica than the `present` ones.
 ///
 /// # Errors
-/// [`Refusal`] if no place is found.
-pub fn place_one(request: &Request, nodes: &mut [NodeCandidate], present: u32) -> Result<Placement, Refusal> {
+/// [`PlacementRefusal`] if no place is found.
+pub fn place_one(
+    request: &PlacementRequest,
+    nodes: &mut [NodeCandidate],
+    present: u32,
+) -> Result<Placement, PlacementRefusal> {
     let mut placements = schedule(request, nodes, present, present.saturating_add(1))?;
-    placements.pop().ok_or_else(|| Refusal::of(request, BTreeMap::new(), present, present))
+    placements.pop().ok_or_else(|| PlacementRefusal::of(request, BTreeMap::new(), present, present))
 }
 
-fn take(request: &Request, node: &mut NodeCandidate, disk_at: usize) -> Placement {
+fn take(request: &PlacementRequest, node: &mut NodeCandidate, disk_at: usize) -> Placement {
     let disk = &mut node.disks[disk_at];
     disk.same_volume += 1;
     disk.scheduled_bytes = disk.scheduled_bytes.saturating_add(request.size_bytes);
@@ -248,7 +252,7 @@ fn take(request: &Request, node: &mut NodeCandidate, disk_at: usize) -> Placemen
 
 /// Returns the best of the disks that pass all filters.
 fn best(
-    request: &Request,
+    request: &PlacementRequest,
     nodes: &[NodeCandidate],
     zones: &Zones,
     choices: &[(usize, usize)],

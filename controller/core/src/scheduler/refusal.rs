@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use super::zones::Zones;
-use super::{Filter, NodeCandidate, Request, filters};
+use super::{Filter, NodeCandidate, PlacementRequest, filters};
 use crate::NodeName;
 
 /// The maximum number of nodes that a text names with their reasons. The text is stored with the volume, and
@@ -22,7 +22,7 @@ pub struct Removal {
 
 /// No place for a replica: why not, by node.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Refusal {
+pub struct PlacementRefusal {
     /// The number of replicas that have a place.
     pub placed: u32,
     /// The number of wanted replicas.
@@ -33,31 +33,31 @@ pub struct Refusal {
     pub summary: String,
 }
 
-impl Refusal {
+impl PlacementRefusal {
     pub(super) fn new(
-        request: &Request,
+        request: &PlacementRequest,
         nodes: &[NodeCandidate],
         zones: &Zones,
         placed: u32,
         wanted: u32,
-    ) -> Refusal {
+    ) -> PlacementRefusal {
         let removal = |(at, node): (usize, &NodeCandidate)| {
             let (filter, reason) = filters::explain(request, node, zones.of_node(at))?;
             Some((node.name.clone(), Removal { filter, reason }))
         };
         let by_node = nodes.iter().enumerate().filter_map(removal).collect();
-        Refusal::of(request, by_node, placed, wanted)
+        PlacementRefusal::of(request, by_node, placed, wanted)
     }
 
     /// Returns the refusal for the removed nodes.
     pub(super) fn of(
-        request: &Request,
+        request: &PlacementRequest,
         by_node: BTreeMap<NodeName, Removal>,
         placed: u32,
         wanted: u32,
-    ) -> Refusal {
+    ) -> PlacementRefusal {
         let summary = sum_up(request, &by_node);
-        Refusal { placed, wanted, by_node, summary }
+        PlacementRefusal { placed, wanted, by_node, summary }
     }
 
     /// Returns true if time alone can bring a place: no event reports deleted files on a disk.
@@ -73,7 +73,7 @@ impl Refusal {
     }
 }
 
-fn sum_up(request: &Request, by_node: &BTreeMap<NodeName, Removal>) -> String {
+fn sum_up(request: &PlacementRequest, by_node: &BTreeMap<NodeName, Removal>) -> String {
     let mut counts: BTreeMap<Filter, usize> = BTreeMap::new();
     for removal in by_node.values() {
         *counts.entry(removal.filter).or_default() += 1;
@@ -85,7 +85,7 @@ fn sum_up(request: &Request, by_node: &BTreeMap<NodeName, Removal>) -> String {
     format!("{} {nodes}: {}", by_node.len(), parts.collect::<Vec<_>>().join(", "))
 }
 
-impl fmt::Display for Refusal {
+impl fmt::Display for PlacementRefusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} of {} replicas have a place; ", self.placed, self.wanted)?;
         if self.by_node.is_empty() {

@@ -3,7 +3,7 @@
 use shorthorn_types::limits::BLOCK_BYTES;
 
 use super::zones::Zones;
-use super::{NodeCandidate, Request, schedule};
+use super::{NodeCandidate, PlacementRequest, schedule};
 use shorthorn_types::limits::MAX_VOLUME_BYTES;
 
 /// The room for further volumes of some kind.
@@ -18,12 +18,12 @@ pub struct Room {
 
 /// Returns the room for volumes of `wanted` replicas; the size in `request` does not matter.
 #[must_use]
-pub fn room(request: &Request, nodes: &[NodeCandidate], wanted: u32) -> Room {
+pub fn room(request: &PlacementRequest, nodes: &[NodeCandidate], wanted: u32) -> Room {
     let largest_bytes = largest(request, nodes, wanted);
     if largest_bytes == 0 {
         return Room::default();
     }
-    let smallest = Request { size_bytes: BLOCK_BYTES, ..request.clone() };
+    let smallest = PlacementRequest { size_bytes: BLOCK_BYTES, ..request.clone() };
     let choices = Zones::of(nodes).count(&smallest, nodes);
     let rooms = choices.iter().map(|(at, disk_at)| nodes[*at].disks[*disk_at].room_bytes(request.limits));
     let sum: u128 = rooms.map(u128::from).sum();
@@ -33,9 +33,9 @@ pub fn room(request: &Request, nodes: &[NodeCandidate], wanted: u32) -> Room {
 
 /// Returns the largest volume that has a place. A size that does not fit rules out all larger ones, so the
 /// search halves the interval.
-fn largest(request: &Request, nodes: &[NodeCandidate], wanted: u32) -> u64 {
+fn largest(request: &PlacementRequest, nodes: &[NodeCandidate], wanted: u32) -> u64 {
     let fits = |blocks: u64| {
-        let request = Request { size_bytes: blocks * BLOCK_BYTES, ..request.clone() };
+        let request = PlacementRequest { size_bytes: blocks * BLOCK_BYTES, ..request.clone() };
         schedule(&request, &mut nodes.to_vec(), 0, wanted).is_ok()
     };
     let (mut fitting, mut above) = (0, MAX_VOLUME_BYTES / BLOCK_BYTES + 1);

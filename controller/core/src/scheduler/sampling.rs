@@ -2,7 +2,7 @@
 
 use super::candidates::some_candidates;
 use super::zones::Zones;
-use super::{NodeCandidate, Placement, Refusal, Request, candidates, choose, schedule};
+use super::{NodeCandidate, Placement, PlacementRefusal, PlacementRequest, candidates, choose, schedule};
 use crate::ClusterState;
 use crate::objects::{Replica, Volume};
 use crate::observed::Agents;
@@ -18,15 +18,15 @@ const SAMPLED_NODES: usize = 256;
 /// The cost of a placement would grow with the cluster otherwise.
 ///
 /// # Errors
-/// [`Refusal`] if not all of them have a place among all nodes.
+/// [`PlacementRefusal`] if not all of them have a place among all nodes.
 pub fn place(
     cluster: &ClusterState,
     agents: &Agents,
     volume: &Volume,
-    request: &Request,
+    request: &PlacementRequest,
     (present, wanted): (u32, u32),
     random: u64,
-) -> Result<Vec<Placement>, Refusal> {
+) -> Result<Vec<Placement>, PlacementRefusal> {
     if cluster.nodes.len() > 2 * SAMPLED_NODES {
         let own: Vec<&Replica> = cluster.replicas_of(&volume.spec.volume_name).collect();
         let part = (SAMPLED_NODES, random);
@@ -77,9 +77,9 @@ mod tests {
         example
     }
 
-    fn placed(example: &Example, random: u64) -> Result<Vec<Placement>, Refusal> {
+    fn placed(example: &Example, random: u64) -> Result<Vec<Placement>, PlacementRefusal> {
         let volume = &example.cluster.volumes["v"];
-        let request = Request::of(volume, crate::scheduler::Limits::default());
+        let request = PlacementRequest::of(volume, crate::scheduler::Limits::default());
         place(&example.cluster, &example.agents, volume, &request, (0, 3), random)
     }
 

@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 
 use super::zones::Zone;
-use super::{DiskCandidate, NodeCandidate, Request};
+use super::{DiskCandidate, NodeCandidate, PlacementRequest};
 
 /// A disk that can be chosen.
 pub(super) struct Choice<'a> {
@@ -12,7 +12,7 @@ pub(super) struct Choice<'a> {
     pub(super) zone: &'a Zone,
 }
 
-type Score = fn(&Request, &Choice<'_>) -> u64;
+type Score = fn(&PlacementRequest, &Choice<'_>) -> u64;
 
 /// Zones first, then nodes in them, then disks; before all of that the place that was asked for.
 const SPREAD: &[(Gain, Score)] =
@@ -40,7 +40,7 @@ pub enum Gain {
 pub(super) type Scores = [u64; SPREAD.len() + ROOM.len()];
 
 /// Returns the scores of a choice. They are computed once for many comparisons.
-pub(super) fn scores(request: &Request, choice: &Choice<'_>) -> Scores {
+pub(super) fn scores(request: &PlacementRequest, choice: &Choice<'_>) -> Scores {
     let mut scores = [0; SPREAD.len() + ROOM.len()];
     let all = SPREAD.iter().map(|(_, score)| score).chain(ROOM);
     for (value, score) in scores.iter_mut().zip(all) {
@@ -61,36 +61,40 @@ pub(super) fn compare(one: &(Scores, Choice<'_>), other: &(Scores, Choice<'_>)) 
 
 /// Compares the spread of the replicas with `one` instead of `other`, and returns the reason of the order;
 /// none if equal.
-pub(super) fn spread(request: &Request, one: &Choice<'_>, other: &Choice<'_>) -> Option<(Ordering, Gain)> {
+pub(super) fn spread(
+    request: &PlacementRequest,
+    one: &Choice<'_>,
+    other: &Choice<'_>,
+) -> Option<(Ordering, Gain)> {
     let mut orders =
         SPREAD.iter().map(|(gain, score)| (score(request, one).cmp(&score(request, other)), *gain));
     orders.find(|(order, _)| order.is_ne())
 }
 
 /// Returns the node of the attachment, unless it has a replica already.
-fn locality(request: &Request, choice: &Choice<'_>) -> u64 {
+fn locality(request: &PlacementRequest, choice: &Choice<'_>) -> u64 {
     let is_local = request.local.as_ref() == Some(&choice.node.name);
     u64::from(!is_local || choice.node.same_volume() > 0)
 }
 
-fn used_zone(_: &Request, choice: &Choice<'_>) -> u64 {
+fn used_zone(_: &PlacementRequest, choice: &Choice<'_>) -> u64 {
     choice.zone.same_volume.into()
 }
 
-fn used_node(_: &Request, choice: &Choice<'_>) -> u64 {
+fn used_node(_: &PlacementRequest, choice: &Choice<'_>) -> u64 {
     choice.node.same_volume().into()
 }
 
-fn used_disk(_: &Request, choice: &Choice<'_>) -> u64 {
+fn used_disk(_: &PlacementRequest, choice: &Choice<'_>) -> u64 {
     choice.disk.same_volume.into()
 }
 
 /// Prefers the zone with more room. Otherwise the zones that come first by name would fill up first, and the
 /// last one would lag behind for good.
-fn fuller_zone(_: &Request, choice: &Choice<'_>) -> u64 {
+fn fuller_zone(_: &PlacementRequest, choice: &Choice<'_>) -> u64 {
     u64::MAX - choice.zone.mean_room_bytes
 }
 
-fn fuller_disk(request: &Request, choice: &Choice<'_>) -> u64 {
+fn fuller_disk(request: &PlacementRequest, choice: &Choice<'_>) -> u64 {
     u64::MAX - choice.disk.room_bytes(request.limits)
 }

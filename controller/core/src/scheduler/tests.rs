@@ -50,20 +50,20 @@ fn used(mut node: NodeCandidate, replicas: u32) -> NodeCandidate {
     node
 }
 
-fn request(size_gib: u64) -> Request {
-    Request {
+fn request(size_gib: u64) -> PlacementRequest {
+    PlacementRequest {
         size_bytes: size_gib * GIB,
         zone_soft_anti_affinity: true,
         disk_soft_anti_affinity: true,
-        ..Request::default()
+        ..PlacementRequest::default()
     }
 }
 
-fn soft(size_gib: u64) -> Request {
-    Request { soft_anti_affinity: true, ..request(size_gib) }
+fn soft(size_gib: u64) -> PlacementRequest {
+    PlacementRequest { soft_anti_affinity: true, ..request(size_gib) }
 }
 
-fn places_of(result: &Result<Vec<Placement>, Refusal>) -> Vec<String> {
+fn places_of(result: &Result<Vec<Placement>, PlacementRefusal>) -> Vec<String> {
     let placements = result.as_ref().unwrap().iter();
     placements.map(|placement| format!("{}{}", placement.node, placement.disk_path)).collect()
 }
@@ -93,10 +93,10 @@ fn what_is_there_counts() {
 }
 
 /// A filter that removes the only node for a request, the beginning of the reason, and of the summary.
-type FilterCase = (Filter, Request, NodeCandidate, &'static str, &'static str);
+type FilterCase = (Filter, PlacementRequest, NodeCandidate, &'static str, &'static str);
 
 fn cases_of_node_filters() -> Vec<FilterCase> {
-    let tagged = Request { node_selector: labels(["fast", "new"]).unwrap(), ..request(5) };
+    let tagged = PlacementRequest { node_selector: labels(["fast", "new"]).unwrap(), ..request(5) };
     vec![
         (
             Filter::Cordon,
@@ -137,8 +137,8 @@ fn cases_of_node_filters() -> Vec<FilterCase> {
 }
 
 fn cases_of_anti_affinity() -> Vec<FilterCase> {
-    let hard_zones = Request { zone_soft_anti_affinity: false, ..soft(5) };
-    let hard_disks = Request { disk_soft_anti_affinity: false, ..soft(5) };
+    let hard_zones = PlacementRequest { zone_soft_anti_affinity: false, ..soft(5) };
+    let hard_disks = PlacementRequest { disk_soft_anti_affinity: false, ..soft(5) };
     vec![
         (
             Filter::ZoneAntiAffinity,
@@ -172,8 +172,8 @@ fn cases_of_anti_affinity() -> Vec<FilterCase> {
 }
 
 fn cases_of_disk_filters() -> Vec<FilterCase> {
-    let ssd = Request { disk_selector: labels(["ssd"]).unwrap(), ..request(5) };
-    let copying = Request { used_bytes: 5 * GIB, ..request(5) };
+    let ssd = PlacementRequest { disk_selector: labels(["ssd"]).unwrap(), ..request(5) };
+    let copying = PlacementRequest { used_bytes: 5 * GIB, ..request(5) };
     let with_disk = |change: fn(&mut DiskCandidate)| {
         let mut node = plain("n");
         change(&mut node.disks[0]);
@@ -239,7 +239,7 @@ fn what_no_filter_removes_takes_a_replica() {
     exact.available_bytes = 10 * GIB;
     exact.tags = labels(["ssd", "new"]).unwrap();
     let good = NodeCandidate { tags: labels(["fast"]).unwrap(), ..node("a", vec![exact.clone()]) };
-    let wanted = Request {
+    let wanted = PlacementRequest {
         node_selector: labels(["fast"]).unwrap(),
         disk_selector: labels(["ssd"]).unwrap(),
         zone_soft_anti_affinity: false,
@@ -265,7 +265,7 @@ fn more_may_be_scheduled_than_is_there_only_by_the_percentage() {
 #[test]
 fn machines_that_are_cordoned_in_kubernetes_take_replicas_if_that_is_configured() {
     let limits = Limits { disable_scheduling_on_cordoned_node: false, ..Limits::default() };
-    let wanted = Request { limits, ..request(5) };
+    let wanted = PlacementRequest { limits, ..request(5) };
     let machine = NodeCandidate { machine_cordoned: true, ..plain("a") };
     assert!(place_one(&wanted, &mut [machine.clone()], 0).is_ok());
     assert!(place_one(&wanted, &mut [NodeCandidate { cordoned: true, ..machine }], 0).is_err());
@@ -273,7 +273,8 @@ fn machines_that_are_cordoned_in_kubernetes_take_replicas_if_that_is_configured(
 
 #[test]
 fn lost_replicas_that_are_excused_keep_no_other_away() {
-    let strict = Request { zone_soft_anti_affinity: false, disk_soft_anti_affinity: false, ..request(5) };
+    let strict =
+        PlacementRequest { zone_soft_anti_affinity: false, disk_soft_anti_affinity: false, ..request(5) };
     let mut lost = used(plain("a"), 1);
     assert!(place_one(&strict, &mut [lost.clone()], 1).is_err());
     lost.disks[0].excused = 1;
@@ -282,7 +283,7 @@ fn lost_replicas_that_are_excused_keep_no_other_away() {
 
 #[test]
 fn a_replica_that_leaves_its_node_keeps_no_other_away_from_its_zone() {
-    let hard_zones = Request { zone_soft_anti_affinity: false, ..request(5) };
+    let hard_zones = PlacementRequest { zone_soft_anti_affinity: false, ..request(5) };
     let mut leaving = in_zone("x", used(plain("a"), 1));
     let mut nodes = [leaving.clone(), in_zone("x", plain("b")), in_zone("y", used(plain("c"), 1))];
     assert!(place_one(&hard_zones, &mut nodes, 2).is_err());
@@ -293,7 +294,9 @@ fn a_replica_that_leaves_its_node_keeps_no_other_away_from_its_zone() {
 
 /// Checks the best place of each case. It has two disks that differ in one property, and whose names are
 /// in the opposite order.
-fn check_best(cases: impl IntoIterator<Item = (&'static str, Request, Vec<NodeCandidate>, &'static str)>) {
+fn check_best(
+    cases: impl IntoIterator<Item = (&'static str, PlacementRequest, Vec<NodeCandidate>, &'static str)>,
+) {
     for (what, request, mut nodes, best) in cases {
         let present = nodes.iter().map(NodeCandidate::same_volume).sum();
         assert_eq!(places_of(&schedule(&request, &mut nodes, present, present + 1)), [best], "{what}");
@@ -302,7 +305,7 @@ fn check_best(cases: impl IntoIterator<Item = (&'static str, Request, Vec<NodeCa
 
 #[test]
 fn every_score_of_nodes_decides_where_those_before_it_are_equal() {
-    let local = Request { local: Some(NodeName::new("b").unwrap()), ..soft(5) };
+    let local = PlacementRequest { local: Some(NodeName::new("b").unwrap()), ..soft(5) };
     let cases = [
         (
             "locality wins over everything",
@@ -389,7 +392,7 @@ fn the_room_is_what_fits_on_so_many_nodes() {
 fn a_refusal_sums_up_and_names_some_nodes() {
     let mut nodes = vec![NodeCandidate { cordoned: true, ..plain("closed") }];
     nodes.extend((0..20).map(|at| plain(&format!("n{at:02}"))));
-    let ssd = Request { disk_selector: labels(["ssd"]).unwrap(), ..request(5) };
+    let ssd = PlacementRequest { disk_selector: labels(["ssd"]).unwrap(), ..request(5) };
     let refusal = schedule(&ssd, &mut nodes, 0, 2).unwrap_err();
     assert_eq!((refusal.placed, refusal.wanted, refusal.by_node.len()), (0, 2, 21));
     let text = refusal.to_string();
@@ -404,7 +407,7 @@ fn a_refusal_sums_up_and_names_some_nodes() {
 fn a_node_is_summed_up_by_the_disk_that_came_furthest() {
     let mut full = disk("/1", 100, 90);
     full.tags = labels(["ssd"]).unwrap();
-    let ssd = Request { disk_selector: labels(["ssd"]).unwrap(), ..request(5) };
+    let ssd = PlacementRequest { disk_selector: labels(["ssd"]).unwrap(), ..request(5) };
     let refusal = schedule(&ssd, &mut [node("a", vec![full, disk("/2", 100, 0)])], 0, 1).unwrap_err();
     let removal = refusal.by_node.values().next().unwrap();
     assert_eq!(removal.filter, Filter::Capacity);
@@ -438,28 +441,30 @@ fn some_nodes() -> impl Strategy<Value = Vec<NodeCandidate>> {
     })
 }
 
-fn some_request() -> impl Strategy<Value = Request> {
+fn some_request() -> impl Strategy<Value = PlacementRequest> {
     let soft = (any::<bool>(), any::<bool>(), any::<bool>());
     let selectors = (any::<bool>(), any::<bool>(), prop::option::of(0u8..8));
-    (1u64..50, soft, selectors, (50u32..300, 0u32..50)).prop_map(|(size, soft, selectors, limits)| Request {
-        size_bytes: size * GIB,
-        used_bytes: size * GIB / 2,
-        soft_anti_affinity: soft.0,
-        zone_soft_anti_affinity: soft.1,
-        disk_soft_anti_affinity: soft.2,
-        node_selector: if selectors.0 { labels(["fast"]).unwrap() } else { Labels::new() },
-        disk_selector: if selectors.1 { labels(["ssd"]).unwrap() } else { Labels::new() },
-        local: selectors.2.map(|at| NodeName::new(&format!("n{at}")).unwrap()),
-        limits: Limits {
-            storage_over_provisioning_percentage: limits.0,
-            storage_minimal_available_percentage: limits.1,
-            ..Limits::default()
-        },
+    (1u64..50, soft, selectors, (50u32..300, 0u32..50)).prop_map(|(size, soft, selectors, limits)| {
+        PlacementRequest {
+            size_bytes: size * GIB,
+            used_bytes: size * GIB / 2,
+            soft_anti_affinity: soft.0,
+            zone_soft_anti_affinity: soft.1,
+            disk_soft_anti_affinity: soft.2,
+            node_selector: if selectors.0 { labels(["fast"]).unwrap() } else { Labels::new() },
+            disk_selector: if selectors.1 { labels(["ssd"]).unwrap() } else { Labels::new() },
+            local: selectors.2.map(|at| NodeName::new(&format!("n{at}")).unwrap()),
+            limits: Limits {
+                storage_over_provisioning_percentage: limits.0,
+                storage_minimal_available_percentage: limits.1,
+                ..Limits::default()
+            },
+        }
     })
 }
 
 /// Checks a placement by the rules, written without the filters.
-fn check_placed(request: &Request, nodes: &[NodeCandidate]) -> Result<(), TestCaseError> {
+fn check_placed(request: &PlacementRequest, nodes: &[NodeCandidate]) -> Result<(), TestCaseError> {
     let mut by_zone = std::collections::BTreeMap::new();
     for node in nodes {
         let here = node.same_volume();
@@ -521,10 +526,10 @@ proptest! {
     ) {
         let (mut at_once, mut one_by_one) = (nodes.clone(), nodes);
         let placed = schedule(&request, &mut at_once, 0, wanted);
-        let one_by_one: Result<Vec<Placement>, Refusal> =
+        let one_by_one: Result<Vec<Placement>, PlacementRefusal> =
             (0..wanted).map(|present| place_one(&request, &mut one_by_one, present)).collect();
         prop_assert_eq!(placed.as_ref().ok(), one_by_one.as_ref().ok());
-        let refused = |result: &Result<Vec<Placement>, Refusal>| {
+        let refused = |result: &Result<Vec<Placement>, PlacementRefusal>| {
             result.as_ref().err().map(|refusal| (refusal.placed, refusal.by_node.clone()))
         };
         prop_assert_eq!(refused(&placed), refused(&one_by_one));
@@ -542,7 +547,7 @@ proptest! {
         let Room { available_bytes, largest_bytes } = room(&request, &nodes, wanted);
         prop_assert!(available_bytes >= largest_bytes);
         let fits = |size_bytes: u64| {
-            let request = Request { size_bytes, ..request.clone() };
+            let request = PlacementRequest { size_bytes, ..request.clone() };
             schedule(&request, &mut nodes.clone(), 0, wanted).is_ok()
         };
         prop_assert!(largest_bytes == 0 || fits(largest_bytes));

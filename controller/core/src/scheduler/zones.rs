@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{NodeCandidate, Request, filters};
+use super::{NodeCandidate, PlacementRequest, filters};
 use crate::Label;
 
 /// The zones of some nodes. Which node is in which is found once, the sums are counted before each choice.
@@ -43,7 +43,11 @@ impl Zones {
     }
 
     /// Counts the current replicas, and returns the disks that pass all filters, as indexes of node and disk.
-    pub(super) fn count(&mut self, request: &Request, nodes: &[NodeCandidate]) -> Vec<(usize, usize)> {
+    pub(super) fn count(
+        &mut self,
+        request: &PlacementRequest,
+        nodes: &[NodeCandidate],
+    ) -> Vec<(usize, usize)> {
         self.zones.fill(Zone::default());
         for (node, zone) in nodes.iter().zip(&self.of_node).filter(|(node, _)| !node.evicted) {
             let zone = &mut self.zones[*zone];
@@ -76,7 +80,7 @@ impl Zones {
     /// filters. Only its zone has changed, and no disk can be chosen that could not be chosen before.
     pub(super) fn follow(
         &mut self,
-        request: &Request,
+        request: &PlacementRequest,
         nodes: &[NodeCandidate],
         at: usize,
         choices: &mut Vec<(usize, usize)>,

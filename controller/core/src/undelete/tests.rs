@@ -34,7 +34,7 @@ fn trashed(volume: &Volume, id: u64, deleted_ms: u64, failed: bool) -> Trashed {
         restored: false,
         record: None,
     };
-    let stored = Record {
+    let stored = DeletionRecord {
         with_volume: false,
         volume_created: at(0),
         volume_version: 0,
@@ -49,7 +49,7 @@ fn trashed(volume: &Volume, id: u64, deleted_ms: u64, failed: bool) -> Trashed {
         healthy_at: None,
         failed_at: failed.then(|| at(9)),
     };
-    let text = Record::of(volume, &replica(&there, &stored, at(1)), volume.is_deleting());
+    let text = DeletionRecord::of(volume, &replica(&there, &stored, at(1)), volume.is_deleting());
     assert!(!text.contains(&"07".repeat(SECRET_BYTES)), "the secret is not kept: {text}");
     there.record = Some(serde_json::from_str(&text).unwrap());
     there
@@ -269,7 +269,7 @@ fn a_new_volume_does_not_begin_with_what_is_half_undeleted() {
     // By kubectl: it waits, and its own deletion says nothing of the data.
     let made = wanted.apply(&ClusterState::default(), Secret::new([7; SECRET_BYTES]), at(300)).unwrap();
     let Change::Store(bare) = made else { panic!("{made:?}") };
-    assert_eq!(Record::of(&bare, &whole.replicas[0], true), "");
+    assert_eq!(DeletionRecord::of(&bare, &whole.replicas[0], true), "");
     cluster.insert(bare.into());
     let agents = Agents::default();
     let context = Context {

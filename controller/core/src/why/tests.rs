@@ -99,7 +99,7 @@ impl Case {
         let mut agents = Agents::default();
         for n in 1..=3 {
             let mut view = ObservedAgent::new("http://agent", at(0));
-            view.link = Link::Synced;
+            view.link = AgentLink::Synced;
             let disk =
                 ObservedDisk { total_bytes: 100 << 30, available_bytes: 50 << 30, ..ObservedDisk::default() };
             view.disks.insert("/disk".to_owned(), disk);
@@ -150,7 +150,7 @@ impl Case {
     }
 
     fn silence(&mut self, n: u64) {
-        let link = Link::Down { since: at(0), reason: "connection refused".to_owned() };
+        let link = AgentLink::Down { since: at(0), reason: "connection refused".to_owned() };
         self.agents.get_mut(&node(n)).unwrap().link = link;
     }
 

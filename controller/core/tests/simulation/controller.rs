@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use shorthorn_controller_core::objects::{FrontendStatus, Key};
-use shorthorn_controller_core::observed::{AgentInfo, Agents, Link, ObservedAgent, ObservedDisk};
+use shorthorn_controller_core::observed::{AgentInfo, AgentLink, Agents, ObservedAgent, ObservedDisk};
 use shorthorn_controller_core::{Action, NodeName, Timestamp};
 
 use crate::agent::{Event, SimAgent};
@@ -51,7 +51,7 @@ impl Controller {
         view.disks = BTreeMap::from([("/disk".to_owned(), disk)]);
         view.instances.clone_from(&node.instances);
         view.failures.clear();
-        view.link = Link::Synced;
+        view.link = AgentLink::Synced;
         self.streams.insert(node.name.clone(), VecDeque::new());
     }
 
@@ -59,7 +59,7 @@ impl Controller {
         if self.streams.remove(node).is_some()
             && let Some(mut view) = self.agents.get_mut(node)
         {
-            view.link = Link::Down { since: now, reason: "connection reset".to_owned() };
+            view.link = AgentLink::Down { since: now, reason: "connection reset".to_owned() };
         }
     }
 

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use shorthorn_controller_core::left_out::LeftOut;
 use shorthorn_controller_core::lost_node::DeleteNode;
 use shorthorn_controller_core::objects::{Key, Kind, Object, Secret, Volume};
-use shorthorn_controller_core::observed::{Failure, InstanceKey, InstanceKind, InstanceState};
+use shorthorn_controller_core::observed::{CallFailure, InstanceKey, InstanceKind, InstanceState};
 use shorthorn_controller_core::reconcile::{Context, Settings, gives_space_away, reconcile};
 use shorthorn_controller_core::requests::{self, Change, CreateVolume, SalvageVolume, SetNode};
 use shorthorn_controller_core::{
@@ -489,7 +489,7 @@ impl Sim {
                 Ok(()) => drop(view.failures.remove(&call.instance())),
                 Err(error) => drop(
                     view.failures
-                        .insert(call.instance(), Failure { call: call.name(), message: error.clone() }),
+                        .insert(call.instance(), CallFailure { call: call.name(), message: error.clone() }),
                 ),
             }
         }

@@ -16,7 +16,7 @@ use thiserror::Error;
 use super::read::{self, Claimed};
 use super::{DEBOUNCE, PodForceDeleter};
 use crate::backoff::backoff;
-use crate::kubernetes::list_watch::{Change, Watch, WatchEnd, list};
+use crate::kubernetes::list_watch::{Watch, WatchChange, WatchEnd, list};
 
 const FORCE_DELETED: &str = "PodForceDeleted";
 const NOT_FORCE_DELETED: &str = "PodNotForceDeleted";
@@ -245,7 +245,7 @@ impl PodForceDeleter {
         let api: Api<KubePod> = Api::all(self.client.clone());
         let change = async {
             let mut watch = Watch::open_metadata(&api, &field_selector(name), version).await?;
-            while let Change::Bookmark(_) = watch.next().await? {}
+            while let WatchChange::Bookmark(_) = watch.next().await? {}
             Ok(())
         };
         match change.await {

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use shorthorn_controller_core::Timestamp;
 use shorthorn_controller_core::lost_node_pods::Namespaced;
 use shorthorn_controller_core::objects::Secret;
-use shorthorn_controller_core::observed::{AgentInfo, Link, ObservedAgent};
+use shorthorn_controller_core::observed::{AgentInfo, AgentLink, ObservedAgent};
 use shorthorn_controller_core::requests::CreateVolume;
 use tokio::sync::mpsc;
 use tower::service_fn;
@@ -99,7 +99,7 @@ fn agent(is_synced: bool, dead: &[(&str, &str)]) -> ObservedAgent {
     let dead_mounts = dead.iter().map(mount).collect();
     view.info = Some(AgentInfo { dead_mounts, ..AgentInfo::default() });
     if is_synced {
-        view.link = Link::Synced;
+        view.link = AgentLink::Synced;
     }
     view
 }

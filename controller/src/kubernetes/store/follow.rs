@@ -18,7 +18,7 @@ use super::order::List;
 use super::remote::Part;
 use super::{CallError, ConvertError, Inner, OpenError, bounded, convert, is_code};
 use crate::backoff::backoff;
-use crate::kubernetes::list_watch::{Change, Pages, Watch, WatchEnd};
+use crate::kubernetes::list_watch::{Pages, Watch, WatchChange, WatchEnd};
 
 /// The maximum number of restarts of a list whose version the API server has forgotten.
 const LISTS_MAX: u32 = 5;
@@ -451,14 +451,14 @@ fn take_tried(inner: &Inner, key: Key, tried: Tried, followed: &mut Followed) ->
 async fn take(
     inner: &Inner,
     kind: Kind,
-    change: Change<DynamicObject>,
+    change: WatchChange<DynamicObject>,
     followed: &mut Followed,
 ) -> Result<(), FollowError> {
     let lost = |error: ConvertError| FollowError::Lost(error.to_string());
     let (object, is_gone) = match change {
-        Change::Set(object) => (object, false),
-        Change::Deleted(object) => (object, true),
-        Change::Bookmark(version) => {
+        WatchChange::Set(object) => (object, false),
+        WatchChange::Deleted(object) => (object, true),
+        WatchChange::Bookmark(version) => {
             let version = convert::version(Some(&version)).map_err(lost)?;
             followed.version = version;
             inner.known.heard(kind, version);

@@ -4,7 +4,7 @@
 use libfuzzer_sys::fuzz_target;
 use prost::Message;
 use shorthorn_api::csi::v1::{CapacityRange, VolumeCapability};
-use shorthorn_csi::{Access, capability, options, size_range};
+use shorthorn_csi::{VolumeAccess, capability, options, size_range};
 use shorthorn_types::VolumeName;
 
 fuzz_target!(|data: &[u8]| {
@@ -16,7 +16,7 @@ fuzz_target!(|data: &[u8]| {
     if let Ok(wanted) = VolumeCapability::decode(data) {
         if let Ok(capability) = capability(Some(wanted)) {
             let _ = (capability.is_read_only(), capability.is_multi_node(), capability.has_one_target());
-            if let Access::Mount(mount) = &capability.access {
+            if let VolumeAccess::Mount(mount) = &capability.access {
                 assert!(mount.flags.iter().all(|flag| !flag.contains('\0')));
             }
         }

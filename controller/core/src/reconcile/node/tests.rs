@@ -1,7 +1,7 @@
 use super::*;
 use crate::example::Example;
 use crate::left_out::LeftOut;
-use crate::observed::{AgentInfo, Agents, Link, ObservedDisk};
+use crate::observed::{AgentInfo, AgentLink, Agents, ObservedDisk};
 use crate::reconcile::{Settings, UNREACHABLE_AFTER};
 use crate::{ClusterState, Timestamp};
 use shorthorn_types::limits::MAX_MEMBERS;
@@ -17,7 +17,7 @@ fn agents(answers: bool, free_bytes: u64) -> Agents {
     let mut view = ObservedAgent::new("http://a:1", Timestamp::UNIX_EPOCH);
     view.from_object = true;
     if answers {
-        view.link = Link::Synced;
+        view.link = AgentLink::Synced;
     }
     view.info = Some(AgentInfo { name: "a".to_owned(), ..AgentInfo::default() });
     let disk =

@@ -210,7 +210,7 @@ pub(super) fn without_b() -> (ClusterState, Agents) {
     let mut agents = agents(None);
     let since = now() - UNREACHABLE_AFTER;
     agents.get_mut(&NodeName::new("b").unwrap()).unwrap().link =
-        Link::Down { since, reason: "no answer".to_owned() };
+        AgentLink::Down { since, reason: "no answer".to_owned() };
     (cluster, agents)
 }
 
@@ -229,12 +229,12 @@ pub(super) fn all_rounds(cluster: &mut ClusterState, agents: &Agents) -> Vec<Age
     calls
 }
 
-pub(super) fn failure(call: &'static str, message: &str) -> Failure {
-    Failure { call, message: message.to_owned() }
+pub(super) fn failure(call: &'static str, message: &str) -> CallFailure {
+    CallFailure { call, message: message.to_owned() }
 }
 
 pub(super) fn answers(agents: &mut Agents, node: &str) {
-    agents.get_mut(&NodeName::new(node).unwrap()).unwrap().link = Link::Synced;
+    agents.get_mut(&NodeName::new(node).unwrap()).unwrap().link = AgentLink::Synced;
 }
 
 #[test]

@@ -53,7 +53,7 @@ pub(super) fn both() -> Agents {
 
 fn refuse(agents: &mut Agents) {
     let mut a = agents.get_mut(&NodeName::new("a").unwrap()).unwrap();
-    let failure = Failure { call: "StopInstance", message: IN_USE.to_owned() };
+    let failure = CallFailure { call: "StopInstance", message: IN_USE.to_owned() };
     a.failures.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), failure);
 }
 
@@ -155,7 +155,7 @@ fn an_engine_that_cannot_go_on_is_stopped_before_the_volume_is_attached_again() 
             cluster.insert(volume.into());
         }),
         ("silent", |_, agents| {
-            let link = Link::Down { since: now() - UNREACHABLE_AFTER, reason: "no answer".to_owned() };
+            let link = AgentLink::Down { since: now() - UNREACHABLE_AFTER, reason: "no answer".to_owned() };
             agents.get_mut(&NodeName::new("a").unwrap()).unwrap().link = link;
         }),
     ];

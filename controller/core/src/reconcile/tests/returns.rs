@@ -50,7 +50,7 @@ fn an_attachment_whose_engine_object_is_removed_late_gets_another_one() {
 fn a_number_is_drawn_above_that_of_the_engine() {
     let (mut cluster, mut agents) = (leaving_cluster(), both());
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().link =
-        Link::Down { since: now() - UNREACHABLE_AFTER, reason: "no answer".to_owned() };
+        AgentLink::Down { since: now() - UNREACHABLE_AFTER, reason: "no answer".to_owned() };
     let mut engine = cluster.engines["v"].clone();
     engine.spec.attach = 40;
     engine.spec.desire_state = DesireState::Stopped;

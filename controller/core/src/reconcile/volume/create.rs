@@ -9,7 +9,7 @@ use crate::objects::{
     VolumeState,
 };
 use crate::reconcile::{Context, SPACE_CHECK, waiting_volumes};
-use crate::scheduler::{self, Placement, Refusal, Request};
+use crate::scheduler::{self, Placement, PlacementRefusal, PlacementRequest};
 
 /// The message of a volume whose undeletion was interrupted.
 const UNDELETING: &str =
@@ -78,7 +78,7 @@ impl Run<'_> {
 
     /// Returns true if the volume continues with the placed replicas.
     fn schedule_replicas(&mut self, wanted: u32) -> bool {
-        let request = Request::of(self.stored, self.context.settings.scheduling);
+        let request = PlacementRequest::of(self.stored, self.context.settings.scheduling);
         let present = u32::try_from(self.replicas.len()).unwrap_or(u32::MAX);
         let Context { cluster, agents, random, .. } = *self.context;
         // The ids of the replicas use the first numbers.
@@ -103,7 +103,12 @@ impl Run<'_> {
 
     /// Places as many replicas as possible. Returns true if no further replica has a place. That others have
     /// none is stored only then: while the volume is being created it would mean that the volume cannot be.
-    fn schedule_some(&mut self, request: &Request, present: u32, refusal: &Refusal) -> bool {
+    fn schedule_some(
+        &mut self,
+        request: &PlacementRequest,
+        present: u32,
+        refusal: &PlacementRefusal,
+    ) -> bool {
         if refusal.placed == present {
             let finding = Finding::wrong("NoPlace", refusal.to_string());
             self.next.status.conditions.set(ConditionType::Scheduled, finding, self.context.now);
@@ -129,7 +134,7 @@ impl Run<'_> {
         self.decision.again_after(waiting_volumes::check_after(self.context.cluster, least));
     }
 
-    pub(super) fn report_unschedulable(&mut self, refusal: &Refusal) {
+    pub(super) fn report_unschedulable(&mut self, refusal: &PlacementRefusal) {
         if refusal.waits_for_space() {
             self.check_places_after(SPACE_CHECK);
         }

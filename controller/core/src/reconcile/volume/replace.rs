@@ -23,7 +23,7 @@ use crate::reconcile::rebuilds::Rebuilds;
 use crate::reconcile::{
     Context, NEW_REPLICA_WAIT, REBUILD_CHECK, has_lost_location, health, needs_scheduling, remaining,
 };
-use crate::scheduler::{self, NodeCandidate, Placement, Refusal, Request};
+use crate::scheduler::{self, NodeCandidate, Placement, PlacementRefusal, PlacementRequest};
 use crate::{ClusterState, ReplicaTarget};
 
 /// Returns true if the engine of the current attachment serves, and its status is of that attachment.
@@ -281,7 +281,7 @@ impl<'a> Run<'a> {
 
     /// Returns a place on a node that has none of the replicas. Once every node was considered, it may be
     /// beside a lost one.
-    fn place_one_more(&self, engine: &Engine) -> Result<Placement, Refusal> {
+    fn place_one_more(&self, engine: &Engine) -> Result<Placement, PlacementRefusal> {
         let request = self.request();
         let mut nodes = scheduler::candidates(self.context.cluster, self.context.agents, self.stored);
         let rebuilds = Rebuilds::look(self.context, engine);
@@ -296,14 +296,18 @@ impl<'a> Run<'a> {
         placed
     }
 
-    fn request(&self) -> Request {
-        Request {
+    fn request(&self) -> PlacementRequest {
+        PlacementRequest {
             used_bytes: scheduler::taken_bytes(self.context.agents, &self.replicas),
-            ..Request::of(self.stored, self.context.settings.scheduling)
+            ..PlacementRequest::of(self.stored, self.context.settings.scheduling)
         }
     }
 
-    fn place_one(&self, request: &Request, nodes: &mut [NodeCandidate]) -> Result<Placement, Refusal> {
+    fn place_one(
+        &self,
+        request: &PlacementRequest,
+        nodes: &mut [NodeCandidate],
+    ) -> Result<Placement, PlacementRefusal> {
         let present = u32::try_from(self.replicas.len()).unwrap_or(u32::MAX - 1);
         scheduler::place_one(request, nodes, present)
     }

@@ -8,7 +8,7 @@ use crate::objects::{
     CurrentState, EnginePhase, EngineSpec, EngineStatus, Frontend, Key, Kind, Metadata, Object, ReplicaSpec,
     ReplicaStatus, Secret, Volume, VolumeState, VolumeStatus,
 };
-use crate::observed::{AgentInfo, Agents, Instance, Link, ObservedAgent};
+use crate::observed::{AgentInfo, AgentLink, Agents, Instance, ObservedAgent};
 use crate::reconcile::{Context, Settings, reconcile};
 use crate::requests::{Change, CreateVolume};
 use crate::{Action, ClusterState, NodeName, Timestamp};
@@ -70,8 +70,8 @@ impl Lost {
         for (at, name) in NODES.iter().enumerate().take(replicas) {
             lost.cluster.insert(replica(at).into());
             let link = match at {
-                0 => Link::Down { since: Timestamp::UNIX_EPOCH, reason: "no answer".to_owned() },
-                _ => Link::Synced,
+                0 => AgentLink::Down { since: Timestamp::UNIX_EPOCH, reason: "no answer".to_owned() },
+                _ => AgentLink::Synced,
             };
             let info = Some(AgentInfo { name: (*name).to_owned(), ..AgentInfo::default() });
             let agent =
