@@ -6,7 +6,7 @@
 
 use crate::membership::PeerIndex;
 
-/// The evidence about the data of one member in a range.
+/// The checksums of the data of one member in a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReplicaChecksums {
     /// The current sum of the range; none if it cannot be read.
@@ -19,7 +19,7 @@ pub struct ReplicaChecksums {
 }
 
 impl ReplicaChecksums {
-    /// Returns the evidence for a range of the volume, which has only the data that a reader sees.
+    /// Returns the checksums for a range of the volume, which has only the data that a reader sees.
     #[must_use]
     pub fn of_volume(sum: u32) -> ReplicaChecksums {
         ReplicaChecksums { sum: Some(sum), kept: None, shown: Some(sum) }
@@ -34,7 +34,7 @@ impl ReplicaChecksums {
     }
 }
 
-/// The conclusion from the evidence.
+/// The result of the comparison of the checksums of all members.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ScrubResult {
     /// All members agree.
@@ -48,11 +48,11 @@ pub enum ScrubResult {
         /// Members to copy from.
         sources: Vec<PeerIndex>,
     },
-    /// The evidence does not show which of these members is right.
+    /// The checksums do not show which of these members is right.
     Undecided(Vec<PeerIndex>),
 }
 
-/// A member and its evidence.
+/// A member and its checksums.
 pub type MemberChecksums = (PeerIndex, ReplicaChecksums);
 
 /// Decides which members are right.

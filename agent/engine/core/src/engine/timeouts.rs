@@ -10,8 +10,8 @@ impl EngineCore {
     pub(super) fn check_timeouts(&mut self, out: &mut Outputs) {
         let now_ms = self.clock.now_ms();
         let debts = self.timeouts.debts(&self.slots, &self.membership, &self.marks, now_ms);
-        let verdict = self.timeouts.check(&debts, &self.membership, now_ms);
-        for peer in verdict.late.iter() {
+        let replicas = self.timeouts.check(&debts, &self.membership, now_ms);
+        for peer in replicas.late.iter() {
             // An earlier one may have taken the quorum with it.
             if !self.membership.is_frozen() && self.membership.state(peer) != PeerState::Failed {
                 self.lose_late(peer, self.timeouts.reason(peer, &debts), out);
@@ -20,7 +20,7 @@ impl EngineCore {
         if let Some((peer, reason)) = self.timeouts.holds_requests_up(&self.jobs) {
             self.lose_late(peer, reason, out);
         }
-        self.timeouts.report_awaited(verdict.awaited, &debts, self.membership.answering(), out);
+        self.timeouts.report_awaited(replicas.awaited, &debts, self.membership.answering(), out);
         self.wake.all_if(self.timeouts.keep_in_touch(&debts, &self.membership));
     }
 
