@@ -170,6 +170,17 @@ impl DiskCandidate {
     }
 }
 
+/// The state of a zone.
+#[derive(Clone, Copy, Debug, Default)]
+struct Zone {
+    /// The number of replicas of the volume that stay in it.
+    same_volume: u32,
+    /// The number of these that keep no other one away.
+    excused: u32,
+    /// The average room on a disk that can be chosen, because zones need not have the same number of disks.
+    mean_room_bytes: u64,
+}
+
 /// Returns exactly the percentage, rounded down. Avoids 128 bits, whose division would dominate the time of a
 /// placement.
 fn percent_of(percent: u32, bytes: u64) -> u64 {

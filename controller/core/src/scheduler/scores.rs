@@ -2,8 +2,7 @@
 
 use std::cmp::Ordering;
 
-use super::zones::Zone;
-use super::{DiskCandidate, NodeCandidate, PlacementRequest};
+use super::{DiskCandidate, NodeCandidate, PlacementRequest, Zone};
 
 /// A disk that can be chosen.
 pub(super) struct Choice<'a> {

@@ -2,24 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use super::{NodeCandidate, PlacementRequest, filters};
+use super::{NodeCandidate, PlacementRequest, Zone, filters};
 use crate::Label;
 
 /// The zones of some nodes. Which node is in which is found once, the sums are counted before each choice.
 pub(super) struct Zones {
     of_node: Vec<usize>,
     zones: Vec<Zone>,
-}
-
-/// The state of a zone.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Zone {
-    /// The number of replicas of the volume that stay in it.
-    pub(super) same_volume: u32,
-    /// The number of these that keep no other one away.
-    pub(super) excused: u32,
-    /// The average room on a disk that can be chosen, because zones need not have the same number of disks.
-    pub(super) mean_room_bytes: u64,
 }
 
 impl Zones {

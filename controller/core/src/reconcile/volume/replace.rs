@@ -15,6 +15,7 @@ use shorthorn_types::ReplicaId;
 use shorthorn_types::limits::MAX_MEMBERS;
 
 use super::{Run, surplus};
+use crate::ReplicaTarget;
 use crate::drain::{self, EvictionReason};
 use crate::objects::{
     ConditionType, DesireState, Engine, EngineSpec, Finding, MemberMode, Replica, ReplicaSpec, Volume,
@@ -24,7 +25,6 @@ use crate::reconcile::{
     Context, NEW_REPLICA_WAIT, REBUILD_CHECK, has_lost_location, health, needs_scheduling, remaining,
 };
 use crate::scheduler::{self, NodeCandidate, Placement, PlacementRefusal, PlacementRequest};
-use crate::{ClusterState, ReplicaTarget};
 
 /// Returns true if the engine of the current attachment serves, and its status is of that attachment.
 fn serves(volume: &Volume, engine: &Engine) -> bool {
@@ -55,27 +55,8 @@ pub(in crate::reconcile) fn may_go(
     let is_needless = was_never_member(volume, replica)
         || is_whole(volume, engine, context.cluster.replicas_of(&volume.spec.volume_name))
         || has_lost_location(context, replica)
-        || makes_room(context.cluster, volume, engine, replica);
+        || surplus::makes_room(context.cluster, volume, engine, replica);
     serves(volume, engine) && is_forgotten && is_needless
-}
-
-/// Returns true if the replica has to be removed before its substitute can be made, because an engine cannot
-/// have one more. All others are members then, so that they are removed one at a time. A replica that only
-/// has a better place elsewhere stays in its place.
-pub(super) fn makes_room(
-    cluster: &ClusterState,
-    volume: &Volume,
-    engine: &Engine,
-    replica: &Replica,
-) -> bool {
-    let must_leave =
-        drain::eviction_reason(cluster, replica).is_some_and(|leaves| leaves != EvictionReason::Location);
-    let id = replica.spec.replica_id;
-    let others = || cluster.replicas_of(&volume.spec.volume_name).filter(|other| other.spec.replica_id != id);
-    must_leave
-        && volume.spec.number_of_replicas as usize >= MAX_MEMBERS
-        && others().count() + 1 >= MAX_MEMBERS
-        && others().all(|other| engine.status.has_member(other.spec.replica_id))
 }
 
 fn was_never_member(volume: &Volume, replica: &Replica) -> bool {
@@ -123,7 +104,7 @@ impl<'a> Run<'a> {
         };
         let has_left = |replica: &Replica| {
             !engine.status.has_member(replica.spec.replica_id)
-                && makes_room(self.context.cluster, self.stored, engine, replica)
+                && surplus::makes_room(self.context.cluster, self.stored, engine, replica)
         };
         if live.len() <= wanted {
             let needless = |replica: &&Replica| is_gone(replica) || has_left(replica);

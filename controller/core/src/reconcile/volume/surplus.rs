@@ -6,11 +6,12 @@
 //! complete one.
 
 use shorthorn_types::ReplicaId;
+use shorthorn_types::limits::MAX_MEMBERS;
 
-use super::replace::makes_room;
+use crate::drain::{self, EvictionReason};
 use crate::objects::{CurrentState, DataLocality, DesireState, Engine, Replica, Volume};
 use crate::reconcile::Context;
-use crate::{Timestamp, drain};
+use crate::{ClusterState, Timestamp};
 
 /// Returns the member to stop, if any. A view may have too many members. Then these leave first: a member
 /// whose stop has begun, one that has to leave its place, one in a bad state. Then follow the member in the
@@ -36,6 +37,25 @@ pub(super) fn leaving<'a>(
             .min_by_key(|replica| drain::eviction_reason(context.cluster, replica));
     }
     candidates.max_by_key(|replica| surplus.rank(replica))
+}
+
+/// Returns true if the replica has to be removed before its substitute can be made, because an engine cannot
+/// have one more. All others are members then, so that they are removed one at a time. A replica that only
+/// has a better place elsewhere stays in its place.
+pub(super) fn makes_room(
+    cluster: &ClusterState,
+    volume: &Volume,
+    engine: &Engine,
+    replica: &Replica,
+) -> bool {
+    let must_leave =
+        drain::eviction_reason(cluster, replica).is_some_and(|leaves| leaves != EvictionReason::Location);
+    let id = replica.spec.replica_id;
+    let others = || cluster.replicas_of(&volume.spec.volume_name).filter(|other| other.spec.replica_id != id);
+    must_leave
+        && volume.spec.number_of_replicas as usize >= MAX_MEMBERS
+        && others().count() + 1 >= MAX_MEMBERS
+        && others().all(|other| engine.status.has_member(other.spec.replica_id))
 }
 
 /// The greater, the sooner it is removed.
