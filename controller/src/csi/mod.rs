@@ -17,6 +17,7 @@ mod expand;
 mod gate;
 mod list;
 mod publish;
+mod rooms;
 mod server;
 mod status;
 mod wait;

@@ -10,8 +10,8 @@ use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
 use super::call::Call;
-use super::capacity::Rooms;
 use super::deadline::wait_limit;
+use super::rooms::Rooms;
 use crate::agents::Fleet;
 use crate::counts::Metrics;
 use crate::kubernetes::events::Events;

@@ -11,11 +11,9 @@ use shorthorn_controller_core::objects::{
 use shorthorn_controller_core::{Timestamp, requests};
 use thiserror::Error;
 
+use super::finalizer::{FINALIZER, has_data};
 use super::keys::VolumeKeys;
 use shorthorn_kube::{VOLUME_LABEL, resource};
-
-/// Keeps an object with data until the reconcilers have deleted that.
-pub const FINALIZER: &str = "shorthorn.io/data";
 
 /// Marks a volume whose data is encrypted between nodes. Definitions of earlier releases drop the field of
 /// the spec, and no definition drops an annotation.
@@ -43,20 +41,6 @@ pub enum ConvertError {
 pub fn version(text: Option<&str>) -> Result<u64, ConvertError> {
     let text = text.ok_or(ConvertError::Lacks("resourceVersion"))?;
     text.parse().ok().filter(|version| *version > 0).ok_or_else(|| ConvertError::Version(text.to_owned()))
-}
-
-/// Returns true if objects of that kind stand for data, and so have a finalizer.
-pub const fn has_data(kind: Kind) -> bool {
-    matches!(kind, Kind::Volume | Kind::Engine | Kind::Replica)
-}
-
-/// Returns true if nothing can take the object away before its data is gone.
-pub fn is_held(kind: Kind, metadata: &ObjectMeta) -> bool {
-    !has_data(kind)
-        || metadata
-            .finalizers
-            .as_ref()
-            .is_some_and(|finalizers| finalizers.iter().any(|one| one == FINALIZER))
 }
 
 /// Converts an object for the reconcilers.

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use super::keys::{FINGERPRINT_ANNOTATION, KeyOfVolume};
 use super::order::List;
 use super::remote::Part;
-use super::{CallError, ConvertError, Inner, OpenError, bounded, convert, is_code};
+use super::{CallError, ConvertError, Inner, OpenError, bounded, convert, finalizer, is_code};
 use crate::backoff::backoff;
 use crate::kubernetes::list_watch::{Pages, Watch, WatchChange, WatchEnd};
 
@@ -238,7 +238,7 @@ fn unreadable(key: &Key, object: &DynamicObject, error: &ConvertError) -> LeftOu
 
 /// Reads an object, and marks it as ours if it is not yet.
 async fn readable(inner: &Inner, key: &Key, mut object: DynamicObject) -> Result<Read, CallError> {
-    let is_held = convert::is_held(key.kind, &object.metadata);
+    let is_held = finalizer::is_held(key.kind, &object.metadata);
     if !is_held && object.metadata.deletion_timestamp.is_some() {
         // Nothing of ours is in it: others hold it.
         return Ok(Read::Nothing);
@@ -307,7 +307,7 @@ fn is_marked(kind: Kind, object: &DynamicObject) -> bool {
         || object.metadata.deletion_timestamp.is_some()
         || has_fingerprint(object)
             && (convert::has_encryption_mark(object) || !convert::asks_for_encryption(object));
-    is_complete && convert::is_held(kind, &object.metadata)
+    is_complete && finalizer::is_held(kind, &object.metadata)
 }
 
 fn has_fingerprint(volume: &DynamicObject) -> bool {
@@ -320,8 +320,8 @@ fn has_fingerprint(volume: &DynamicObject) -> bool {
 async fn hold(inner: &Inner, key: &Key, object: &DynamicObject) -> Result<DynamicObject, CallError> {
     let version = convert::version(object.metadata.resource_version.as_deref()).unwrap_or(0);
     let mut finalizers = object.metadata.finalizers.clone().unwrap_or_default();
-    if !finalizers.iter().any(|one| one == convert::FINALIZER) {
-        finalizers.push(convert::FINALIZER.to_owned());
+    if !finalizers.iter().any(|one| one == finalizer::FINALIZER) {
+        finalizers.push(finalizer::FINALIZER.to_owned());
     }
     let annotations = (key.kind == Kind::Volume).then(|| inner.marks_of(object));
     inner.remote.send(key, version, Part::Held { finalizers, annotations }).await

@@ -13,7 +13,7 @@ use ring::hmac;
 use serde_json::json;
 use shorthorn_controller_core::objects::{Kind, SECRET_BYTES, Secret};
 
-use super::convert::is_held;
+use super::finalizer::is_held;
 use super::{OpenError, bounded, is_code};
 
 /// The Secret that has the key.

@@ -13,6 +13,7 @@
 //! that is being deleted.
 
 mod convert;
+mod finalizer;
 mod follow;
 mod keys;
 mod known;
@@ -35,7 +36,8 @@ use thiserror::Error;
 use tokio::sync::broadcast;
 use tokio::task::JoinSet;
 
-pub(crate) use self::convert::{FINALIZER, Parts};
+pub(crate) use self::convert::Parts;
+pub(crate) use self::finalizer::FINALIZER;
 use self::keys::VolumeKeys;
 use self::known::Known;
 use self::last_write::LastWrite;
@@ -420,7 +422,7 @@ impl Inner {
 
     async fn refresh(&self, key: &Key, expected: u64) {
         match bounded(self.remote.api(key.kind).get_opt(&key.name)).await {
-            Ok(Some(found)) if convert::is_held(key.kind, &found.metadata) => {
+            Ok(Some(found)) if finalizer::is_held(key.kind, &found.metadata) => {
                 if let Err(error) = self.take_in(key, &found) {
                     tracing::debug!(%key, %error, "not refreshed");
                 }

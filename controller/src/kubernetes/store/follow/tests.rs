@@ -176,7 +176,7 @@ async fn an_encrypted_volume_is_marked_as_one() {
         let volume = volumes.get_mut(name).unwrap();
         volume["spec"]["encryptInTransit"] = json!(name == "b");
         volume["metadata"]["annotations"] = marks.clone();
-        volume["metadata"]["finalizers"] = json!([convert::FINALIZER]);
+        volume["metadata"]["finalizers"] = json!([finalizer::FINALIZER]);
     }
     let inner = inner(&api);
     list(&inner, Kind::Volume).await.unwrap();
@@ -200,7 +200,7 @@ async fn try_all_again(inner: &Arc<Inner>, followed: &mut Followed) {
 fn event(api: &FakeApi, name: &str, version: &str) -> kube::Result<WatchEvent<DynamicObject>> {
     let mut volume = api.volumes.lock().unwrap()[name].clone();
     volume["metadata"]["resourceVersion"] = json!(version);
-    volume["metadata"]["finalizers"] = json!([convert::FINALIZER]);
+    volume["metadata"]["finalizers"] = json!([finalizer::FINALIZER]);
     volume["metadata"]["annotations"] = json!({ FINGERPRINT_ANNOTATION: "f" });
     Ok(serde_json::from_value(json!({ "type": "ADDED", "object": volume })).unwrap())
 }
