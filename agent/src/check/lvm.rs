@@ -3,9 +3,8 @@
 
 use std::process::{Command, Stdio};
 
-use crate::check::HostFinding;
 use crate::check::facts::{Facts, LvmSettings};
-use crate::check::rules::{passed, warned};
+use crate::check::finding::{HostFinding, passed, warned};
 
 /// The frontends with a name of device of their own, and the beginning of that name. The disks of iSCSI have
 /// names of any disk: udev knows them, LVM's filters do not.

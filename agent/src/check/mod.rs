@@ -5,6 +5,7 @@
 mod bounded;
 mod collect;
 mod facts;
+mod finding;
 mod lvm;
 mod rules;
 
@@ -13,7 +14,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use bounded::Bounded;
-use serde::Serialize;
+pub use finding::{HostFinding, Level};
 
 use crate::cli::{CheckArgs, OutputFormat};
 use crate::serve::config::Config;
@@ -29,41 +30,6 @@ const LIMIT: Duration = Duration::from_secs(180);
 /// The checks whose findings the agent shows to the controller. The agent shows the others in other ways, or
 /// they need more than reading.
 const SHOWN: [&str; 7] = ["kernel", "partitions", "multipath", "udev", "kubelet", "ports", "time"];
-
-/// The result of one check.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Level {
-    /// All is well.
-    Passed,
-    /// The host works now, but may fail after an event, or is slower than it could be.
-    Warned,
-    /// A part of the host does not work.
-    Failed,
-}
-
-impl Level {
-    const fn as_str(self) -> &'static str {
-        match self {
-            Level::Passed => "passed",
-            Level::Warned => "warned",
-            Level::Failed => "failed",
-        }
-    }
-}
-
-/// A finding of a check.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct HostFinding {
-    /// The name of the check, for programs.
-    pub check: &'static str,
-    /// The severity.
-    pub level: Level,
-    /// The finding, in a sentence.
-    pub message: String,
-    /// The command that mends it, or several to choose from, one a line; empty if all is well.
-    pub remedy: String,
-}
 
 /// Checks this host, and writes the findings. Returns the exit code.
 ///

@@ -9,7 +9,8 @@ use std::path::Path;
 use shorthorn_frontend::{IscsidState, NBD_PARTITIONS_REMEDY};
 
 use crate::check::facts::{DataFacts, DiskFacts, Facts, Kubelet, Ports};
-use crate::check::{HostFinding, Level, lvm};
+use crate::check::finding::{HostFinding, Level, failed, passed, warned};
+use crate::check::lvm;
 
 /// File systems on which replicas are tested.
 const TESTED_FILESYSTEMS: [&str; 3] = ["xfs", "ext4", "btrfs"];
@@ -63,18 +64,6 @@ pub fn of_configuration(error: &str) -> HostFinding {
 pub fn of_host(error: &str) -> HostFinding {
     let message = format!("this host cannot be checked: {error}");
     failed("host", message, "sudo shorthorn-agent check".to_owned())
-}
-
-pub(super) fn passed(check: &'static str, message: String) -> HostFinding {
-    HostFinding { check, level: Level::Passed, message, remedy: String::new() }
-}
-
-pub(super) fn warned(check: &'static str, message: String, remedy: String) -> HostFinding {
-    HostFinding { check, level: Level::Warned, message, remedy }
-}
-
-fn failed(check: &'static str, message: String, remedy: String) -> HostFinding {
-    HostFinding { check, level: Level::Failed, message, remedy }
 }
 
 /// Returns the findings, or that all is well.
