@@ -9,7 +9,7 @@ use std::path::Path;
 use shorthorn_frontend::{IscsidState, NBD_PARTITIONS_REMEDY};
 
 use crate::check::facts::{DataFacts, DiskFacts, Facts, Kubelet, Ports};
-use crate::check::finding::{HostFinding, Level, failed, passed, warned};
+use crate::check::finding::{HostFinding, failed, passed, warned};
 use crate::check::lvm;
 
 /// File systems on which replicas are tested.

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::disks::device::{BlockDevice, DeviceIdentity, obstacles};
 use crate::filesystem::Filesystem;
-use crate::serve::config::absolute;
+use crate::serve::paths::absolute;
 
 /// The version of the file.
 const VERSION: u32 = 1;

@@ -28,7 +28,8 @@ use nix::sched::{CloneFlags, setns};
 use nix::sys::stat::{Mode, umask};
 
 use crate::cli::ServeOnHostArgs;
-use crate::serve::config::{Config, absolute};
+use crate::serve::config::Config;
+use crate::serve::paths::absolute;
 use files::HostFiles;
 use settings::NodeSettings;
 

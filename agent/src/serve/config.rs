@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::ops::{Range, RangeInclusive};
 use std::path::{Path, PathBuf};
 
@@ -16,6 +16,7 @@ use toml::Spanned;
 
 use crate::serve::listen::ListenAddress;
 use crate::serve::network::{DataSource, InterfaceFilter, IpNetwork};
+use crate::serve::paths::absolute;
 
 /// The default path of the configuration.
 pub const DEFAULT_PATH: &str = "/etc/shorthorn/agent.toml";
@@ -335,15 +336,6 @@ fn number<T: PartialOrd + std::fmt::Display>(
     })
 }
 
-/// Returns an absolute path without `.` and `..`, so that a name appended to it stays inside.
-pub fn absolute(path: PathBuf) -> Result<PathBuf, String> {
-    use std::path::Component::{Normal, RootDir};
-    if path.is_absolute() && path.components().all(|part| matches!(part, Normal(_) | RootDir)) {
-        return Ok(path);
-    }
-    Err(format!("{:?} is not an absolute path without \"..\"", path.display().to_string()))
-}
-
 fn data_address(text: &str) -> Result<Option<IpAddr>, String> {
     if text.is_empty() {
         return Ok(None);
@@ -445,17 +437,6 @@ fn host_name() -> Result<String, ConfigError> {
         Ok(_) => Err(ConfigError::HostName("it is empty".into())),
         Err(error) => Err(ConfigError::HostName(error)),
     }
-}
-
-/// Returns an error unless the API may be served at `address`.
-///
-/// # Errors
-/// The error has the reason.
-pub fn check_tcp(address: SocketAddr) -> Result<SocketAddr, String> {
-    if address.ip().is_unspecified() || address.ip().is_multicast() {
-        return Err(format!("{address}: name one address of this host, for instance 127.0.0.1"));
-    }
-    Ok(address)
 }
 
 #[cfg(test)]

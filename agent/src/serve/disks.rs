@@ -4,6 +4,7 @@ mod deletion;
 mod identity;
 mod look;
 mod mounts;
+mod sweeping;
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -21,14 +22,12 @@ use self::identity::{IDENTITY_FILE, identify, read_identity};
 pub use self::look::look;
 use self::look::obstacle;
 pub use self::mounts::missing_mount;
-use crate::serve::config::absolute;
+pub use self::sweeping::keep_swept;
+use crate::serve::directories::REPLICAS;
 use crate::serve::error::NodeError;
-use crate::serve::instance::InstanceId;
 use crate::serve::longhorn;
+use crate::serve::paths::absolute;
 use crate::serve::trash::{self, TrashLimits};
-
-/// The folder of the replicas.
-pub const REPLICAS: &str = "replicas";
 
 /// The disks of this node.
 #[derive(Debug)]
@@ -280,11 +279,6 @@ pub fn add_offline(configured: &[PathBuf], state_dir: &Path, path: &Path) -> Res
     let path = path.to_str().ok_or_else(|| NodeError::Invalid("the path is no UTF-8".into()))?;
     fs::create_dir_all(state_dir).map_err(NodeError::at(state_dir))?;
     Disks::open(configured, state_dir)?.add(path).map(drop)
-}
-
-/// Returns the directory of a replica.
-pub fn directory_of(disk: &Path, id: &InstanceId) -> PathBuf {
-    disk.join(REPLICAS).join(id.name())
 }
 
 #[cfg(test)]

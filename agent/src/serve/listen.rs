@@ -17,7 +17,7 @@ use tokio_stream::wrappers::{TcpListenerStream, UnixListenerStream};
 use tokio_stream::{Stream, StreamExt};
 use tonic::transport::server::Connected;
 
-use crate::serve::config::{absolute, check_tcp};
+use crate::serve::paths::absolute;
 
 /// An address as the configuration names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,6 +57,14 @@ impl fmt::Display for ListenAddress {
             ListenAddress::Tls(address) => write!(f, "tls:{address}"),
         }
     }
+}
+
+/// Returns an error unless the API may be served at `address`.
+fn check_tcp(address: SocketAddr) -> Result<SocketAddr, String> {
+    if address.ip().is_unspecified() || address.ip().is_multicast() {
+        return Err(format!("{address}: name one address of this host, for instance 127.0.0.1"));
+    }
+    Ok(address)
 }
 
 /// Connections without TLS to any of the addresses, as they come.

@@ -12,25 +12,26 @@ mod claim;
 pub mod config;
 mod csi;
 mod devices;
+mod directories;
 mod discovery;
 mod disks;
 mod error;
 mod frontends;
 mod host_warnings;
 mod instance;
-mod instance_message;
 mod leaders;
 pub mod listen;
 pub mod longhorn;
 mod metrics;
+mod moving;
 pub mod network;
-mod ports;
+pub mod paths;
 mod salvage;
 mod service;
 pub mod tls;
 mod trash;
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -60,6 +61,7 @@ use instance::{Backend, Children, Hub, InstancePaths, Systemd, Table};
 use leaders::Leaders;
 use listen::ListenAddress;
 use metrics::{AgentMetrics, MetricsInputs};
+use moving::AddressFollower;
 use network::DataNetwork;
 use service::NodeService;
 use tls::{NodeTls, TlsService};
@@ -113,15 +115,17 @@ fn spawn_background_tasks(
     config: &Config,
     hub: &Arc<Hub>,
     network: DataNetwork,
+    last: Option<IpAddr>,
     disks: &Arc<Disks>,
     tls: &Arc<NodeTls>,
     stopping: &watch::Receiver<bool>,
 ) {
     tokio::spawn(keep_engine_states_few(Arc::clone(hub), stopping.clone()));
     tokio::spawn(Arc::clone(hub.table()).follow_program(stopping.clone()));
-    tokio::spawn(network.follow(Arc::clone(hub), stopping.clone()));
+    let addresses = AddressFollower::new(network, Arc::clone(hub), last);
+    tokio::spawn(addresses.follow(stopping.clone()));
     let limits = trash::TrashLimits::of(config);
-    tokio::spawn(trash::keep_swept(Arc::clone(disks), limits, stopping.clone()));
+    tokio::spawn(disks::keep_swept(Arc::clone(disks), limits, stopping.clone()));
     if config.listens_with_tls() {
         let choice = config.kubelet_kubeconfig.clone();
         tokio::spawn(tls::keep_enrolled(Arc::clone(tls), choice, stopping.clone()));
@@ -140,6 +144,12 @@ async fn open_disks(config: &Config) -> anyhow::Result<Arc<Disks>> {
     Ok(disks)
 }
 
+/// Finds the data address. Returns the one of an earlier agent too.
+async fn data_network(config: &Config, paths: &InstancePaths) -> (DataNetwork, Option<IpAddr>) {
+    let last = instance::last_data_address(paths);
+    (DataNetwork::start(config.data.clone(), last).await, last)
+}
+
 async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
     let inherited = csi::Inherited::take().context("sockets of systemd")?;
     let source = AgentMetrics::new();
@@ -156,7 +166,7 @@ async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
     }
     let table = Table::new();
     let (backend, lost) = backend(&config, &paths, &table).await?;
-    let network = DataNetwork::start(config.data.clone(), instance::last_data_address(&paths)).await;
+    let (network, last) = data_network(&config, &paths).await;
     let hub = Hub::start(config.data_ports.clone(), network.address(), paths, table, backend).await?;
     let incoming = listen::bind(&config.listen).await?;
     let tls = NodeTls::open(&config.tls_dir, &config.node_name)?;
@@ -166,7 +176,7 @@ async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
     let driver = csi::Driver::prepare(&config, &hub, inherited)?;
     let driver_state = driver.as_ref().map(csi::Driver::state);
     let driver = driver.map(|driver| tokio::spawn(driver.run(stopping.clone())));
-    spawn_background_tasks(&config, &hub, network, &disks, &tls, &stopping);
+    spawn_background_tasks(&config, &hub, network, last, &disks, &tls, &stopping);
     source.show(MetricsInputs {
         table: Arc::clone(hub.table()),
         disks: Arc::clone(&disks),

@@ -16,9 +16,10 @@ use tonic::{Request, Response, Status};
 
 use crate::serve::blocking;
 use crate::serve::claim::Claim;
-use crate::serve::config::{Config, absolute};
+use crate::serve::config::Config;
 use crate::serve::csi::DriverState;
 use crate::serve::devices;
+use crate::serve::directories::directory_of;
 use crate::serve::discovery::Discovery;
 use crate::serve::disks::{self, Disks};
 use crate::serve::error::NodeError;
@@ -27,6 +28,7 @@ use crate::serve::host_warnings::HostWarnings;
 use crate::serve::instance::{
     Hub, InstanceId, Spec, StartOptions, Watch, endpoints, rebuild_limits, volume_size,
 };
+use crate::serve::paths::absolute;
 use crate::serve::trash::{self, TrashLimits};
 use crate::serve::{longhorn, salvage};
 
@@ -302,7 +304,7 @@ impl Node for NodeService {
     ) -> Answer<v1::ReplicaInspection> {
         let request = request.into_inner();
         let (disk, id) = self.place(request.disk_path, &request.volume, &request.replica_id)?;
-        let directory = disks::directory_of(&disk, &id);
+        let directory = directory_of(&disk, &id);
         Ok(Response::new(self.hub.beside(&id, move |runs| salvage::inspect(&directory, runs)).await?))
     }
 
@@ -316,7 +318,7 @@ impl Node for NodeService {
         }
         let (disk, id) = self.place(request.disk_path, &request.volume, &request.replica_id)?;
         self.check_disk(disk.clone(), request.disk_uuid.clone()).await?;
-        let directory = disks::directory_of(&disk, &id);
+        let directory = directory_of(&disk, &id);
         let replica: ReplicaId = request.replica_id.parse().map_err(NodeError::from)?;
         self.hub.while_stopped(&id, move || salvage::salvage(&directory, replica, request.attach)).await?;
         Ok(Response::new(v1::SalvageReplicaResponse {}))
@@ -368,7 +370,7 @@ impl NodeService {
 
 /// Refuses to make an empty directory for a replica whose data is in the trash.
 fn refuse_trashed(disk: &Path, id: &InstanceId) -> Result<(), NodeError> {
-    let directory = disks::directory_of(disk, id);
+    let directory = directory_of(disk, id);
     let is_there = directory.try_exists().map_err(NodeError::at(&directory))?;
     if is_there || !trash::has(disk, id)? {
         return Ok(());

@@ -16,7 +16,6 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::statvfs;
@@ -24,11 +23,9 @@ use serde::{Deserialize, Serialize};
 use shorthorn_api::v1;
 use shorthorn_store::{Held, StoreError, hold, with_check, without_check};
 use shorthorn_types::{ReplicaId, VolumeName};
-use tokio::sync::watch;
 
-use crate::serve::blocking;
 use crate::serve::config::Config;
-use crate::serve::disks::{Disks, REPLICAS, directory_of};
+use crate::serve::directories::{REPLICAS, directory_of, remove_tree};
 use crate::serve::error::NodeError;
 use crate::serve::instance::InstanceId;
 use crate::serve::salvage;
@@ -44,9 +41,6 @@ const RESTORED: &str = "restored";
 const GONE: &str = ".gone";
 /// The longest record that a caller may have kept.
 const RECORD_MAX_BYTES: usize = 64 << 10;
-/// The interval of checking the trash. A disk does not fill the reserved share in that time.
-const SWEEP_EVERY: Duration = Duration::from_secs(10);
-
 /// The limits of the trash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrashLimits {
@@ -305,14 +299,6 @@ pub fn remove(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), NodeE
     remove_tree(&gone).map_err(NodeError::at(&gone))
 }
 
-/// Removes a tree. Two calls may do that at the same time.
-fn remove_tree(path: &Path) -> io::Result<()> {
-    match fs::remove_dir_all(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
-    }
-}
-
 /// Moves a directory durably: syncs the directory that it has left first. After a crash of a file system that
 /// keeps no order it may be in both, but never in neither.
 fn move_durably(from: &Path, to: &Path) -> Result<(), NodeError> {
@@ -547,24 +533,6 @@ fn remove_gone(disk: &Path) {
         let is_gone = path.to_str().is_some_and(|path| path.ends_with(GONE));
         if is_gone && let Err(error) = remove_tree(&path) {
             tracing::warn!("{}: {error}", path.display());
-        }
-    }
-}
-
-/// Sweeps the trash of all disks now and then, until the agent stops.
-pub async fn keep_swept(disks: Arc<Disks>, limits: TrashLimits, mut stopping: watch::Receiver<bool>) {
-    loop {
-        let all = Arc::clone(&disks);
-        let swept = blocking(move || {
-            all.paths().iter().for_each(|disk| sweep(disk, limits, now_ms()));
-            Ok(())
-        });
-        if let Err(error) = swept.await {
-            tracing::warn!("the trash is not swept: {error}");
-        }
-        tokio::select! {
-            () = tokio::time::sleep(SWEEP_EVERY) => {}
-            _ = stopping.wait_for(|stopping| *stopping) => return,
         }
     }
 }

@@ -22,7 +22,8 @@ use crate::cli::{JoinArgs, SetupArgs};
 use crate::enrol::file_in;
 use crate::join;
 use crate::on_host::files;
-use crate::serve::config::{Config, CsiChoice, DEFAULT_PATH, absolute};
+use crate::serve::config::{Config, CsiChoice, DEFAULT_PATH};
+use crate::serve::paths::absolute;
 use crate::serve::tls::now;
 use plan::{Plan, Wanted};
 

@@ -1,4 +1,5 @@
 use super::*;
+use crate::check::Level;
 use crate::check::facts::{BlockTools, LvmSettings};
 use crate::serve::network::Choice;
 

@@ -5,7 +5,7 @@ use std::{fs, io};
 
 use shorthorn_api::v1;
 
-use super::REPLICAS;
+use crate::serve::directories::{REPLICAS, remove_tree};
 use crate::serve::error::NodeError;
 use crate::serve::instance::InstanceId;
 use crate::serve::trash::{self, TrashLimits};
@@ -61,13 +61,6 @@ fn trash_name(id: &InstanceId) -> String {
 fn is_trash(name: &str) -> bool {
     let inner = name.strip_prefix('.').and_then(|name| name.strip_suffix(".deleted"));
     inner.is_some_and(|name| InstanceId::parse(v1::InstanceKind::Replica, name).is_ok())
-}
-
-fn remove_tree(path: &Path) -> io::Result<()> {
-    match fs::remove_dir_all(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
-    }
 }
 
 /// Ends the deletions that an earlier agent had begun.

@@ -9,9 +9,9 @@ use shorthorn_api::v1;
 use shorthorn_types::DeviceNumber;
 use shorthorn_types::limits::BLOCK_BYTES;
 
-use super::REPLICAS;
 use super::identity::{IDENTITY_FILE, read_identity};
 use super::mounts::{filesystem_in, own_mounts};
+use crate::serve::directories::REPLICAS;
 use crate::serve::instance::InstanceId;
 use crate::serve::trash;
 

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use shorthorn_api::v1::{self, instance::Detail};
 use shorthorn_control::{ProcessCommand, ReplicaSpec};
 
+use crate::serve::blocking;
 use crate::serve::error::NodeError;
 use crate::serve::instance::hub::{finish, spec_files};
-use crate::serve::instance::{Hub, InstanceId, InstancePaths, ProcessPhase, Spec, control_watch};
-use crate::serve::{blocking, ports};
+use crate::serve::instance::{Hub, InstanceId, InstancePaths, ProcessPhase, Spec, control_watch, ports};
 
 /// Returns the most frequent data address of the replicas of an earlier agent. That agent may have ended in
 /// the middle of a change.

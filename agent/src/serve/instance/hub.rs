@@ -19,10 +19,10 @@ use shorthorn_tls::check_kernel;
 use shorthorn_wire::directory_fingerprint;
 use tokio::task::JoinHandle;
 
+use crate::serve::blocking;
 use crate::serve::error::NodeError;
-use crate::serve::instance::{Backend, InstanceId, InstancePaths, Process, ProcessPhase, Spec, Table};
+use crate::serve::instance::{Backend, InstanceId, InstancePaths, Process, ProcessPhase, Spec, Table, ports};
 use crate::serve::network::{Choice, DataAddress};
-use crate::serve::{blocking, ports};
 
 /// The instances of this node.
 pub struct Hub {

@@ -11,9 +11,10 @@ use shorthorn_control::{
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 use shorthorn_types::{Members, ReplicaId, View, VolumeName};
 
-use crate::serve::config::{Config, absolute};
+use crate::serve::config::Config;
 use crate::serve::error::NodeError;
 use crate::serve::instance::{InstanceId, InstancePaths};
+use crate::serve::paths::absolute;
 
 /// The most addresses of one replica that an engine is given.
 const ADDRESSES_MAX: usize = 8;

@@ -14,8 +14,7 @@ use tokio::sync::{broadcast, watch};
 use tokio::task::JoinHandle;
 
 use crate::serve::instance::program::{self, Comparison};
-use crate::serve::instance::{InstanceId, Process, Spec, control_watch};
-use crate::serve::{instance_message, ports};
+use crate::serve::instance::{InstanceId, Process, Spec, control_watch, message, ports};
 
 /// The interval of looks at the file of the installed program.
 const PROGRAM_EVERY: Duration = Duration::from_secs(10);
@@ -136,7 +135,7 @@ impl Table {
     /// Adds an instance, in place of one of the same name.
     pub fn insert(&self, spec: Spec, process: Process) {
         let id = spec.id();
-        let published = instance_message::instance(&spec, &process, None);
+        let published = message::instance(&spec, &process, None);
         let (program, status, follower) = Default::default();
         let entry = Entry { spec, process, status, program, published: published.clone(), follower };
         let mut inner = self.lock();
@@ -259,7 +258,7 @@ impl Entry {
 impl Inner {
     fn publish(&mut self, id: &InstanceId) {
         let Some(entry) = self.entries.get_mut(id) else { return };
-        let mut shown = instance_message::instance(&entry.spec, &entry.process, entry.status.as_ref());
+        let mut shown = message::instance(&entry.spec, &entry.process, entry.status.as_ref());
         if let Some(Detail::Engine(engine)) = &mut shown.detail {
             engine.needs_upgrade = entry.needs_upgrade();
         }

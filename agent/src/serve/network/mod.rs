@@ -1,45 +1,25 @@
 //! The data address of this node: the address at which other nodes reach its replicas.
 //!
-//! It is configured, or it is that of an interface, and then it is followed. A change needs no detach. The
-//! replicas of this node listen on the new address and report it, the controller sends it to the engines, and
-//! they reconnect. Engines of this node whose connections came from the former address are handed over to new
-//! processes, because their connections are dead.
+//! It is configured, or it is that of an interface, and then it is followed.
 
 mod choice;
 mod netlink;
 mod source;
 
-use std::collections::BTreeMap;
 use std::io;
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
-use tokio::time::{sleep, timeout};
 
-use crate::serve::instance::Hub;
 use choice::choose;
 pub use choice::{Choice, Interfaces};
 use netlink::Netlink;
 pub use source::{DataSource, InterfaceFilter, IpNetwork};
 
-/// Changes that come in a row are one: a DHCP client removes an address and adds the next one.
-const DEBOUNCE: Duration = Duration::from_millis(300);
-/// Time between two readings without a change, and after one that has failed. The kernel reports changes;
-/// this is for a lost report.
-const READ_EVERY: Duration = Duration::from_secs(30);
-/// The same while replicas have not moved yet. The old address may be removed soon.
-const RETRY_EVERY: Duration = Duration::from_secs(2);
-
 /// The time without an address of the last family after which one of the other family is taken. A DHCP client
 /// or a router advertisement needs several seconds after a link is up.
 const FAMILY_PATIENCE: Duration = Duration::from_secs(20);
-
-/// The rounds after the start of the agent in which processes of an earlier agent are found again.
-const EARLY_ROUNDS: u32 = 5;
-/// A replica that has not moved after so many rounds is started again.
-const ROUNDS_BEFORE_RESTART: u32 = 4;
 
 /// The data address, to read only.
 pub type DataAddress = watch::Receiver<Choice>;
@@ -90,8 +70,6 @@ pub struct DataNetwork {
     netlink: Option<Netlink>,
     /// The interfaces at the last reading.
     interfaces: Interfaces,
-    /// The address from which the connections of engines most likely come.
-    former: Option<IpAddr>,
     family_change: FamilyChange,
 }
 
@@ -106,8 +84,7 @@ impl DataNetwork {
         let choice = watch::Sender::new(first);
         let interfaces = Interfaces::default();
         let family_change = FamilyChange::default();
-        let mut network =
-            DataNetwork { source, choice, netlink: None, interfaces, former: last, family_change };
+        let mut network = DataNetwork { source, choice, netlink: None, interfaces, family_change };
         network.look().await;
         network
     }
@@ -117,56 +94,23 @@ impl DataNetwork {
         self.choice.subscribe()
     }
 
-    /// Follows the address, and moves the replicas of `hub`, until the agent stops.
-    pub async fn follow(mut self, hub: Arc<Hub>, mut stopping: watch::Receiver<bool>) {
-        tokio::select! {
-            () = self.follow_for_ever(&hub) => {}
-            _ = stopping.wait_for(|stopping| *stopping) => {}
-        }
+    /// Returns the address that replicas should have now.
+    pub fn current(&self) -> Option<IpAddr> {
+        self.choice.borrow().address
     }
 
-    async fn follow_for_ever(&mut self, hub: &Arc<Hub>) {
-        let mut early_rounds = EARLY_ROUNDS;
-        // The engines that were not found running when their address was gone.
-        let mut late_engines = Vec::new();
-        // The rounds in which a replica has not moved.
-        let mut rounds = BTreeMap::new();
-        loop {
-            let address = self.choice.borrow().address;
-            let left = hub.move_replicas(address).await;
-            let former = std::mem::replace(&mut self.former, address);
-            if former.is_some() && former != address && !self.has(former) {
-                late_engines = hub.engines_of_remote_replicas();
-            }
-            late_engines = hub.renew_connections(late_engines).await;
-            early_rounds = early_rounds.saturating_sub(1);
-            if early_rounds == 0 {
-                late_engines.clear(); // those that start now connect from the new address
-            }
-            let is_quiet = left.is_empty() && early_rounds == 0 && self.family_change.since.is_none();
-            let pause = if is_quiet { READ_EVERY } else { RETRY_EVERY };
-            rounds.retain(|id, _| left.contains(id));
-            for id in left {
-                let round = rounds.entry(id.clone()).or_insert(0_u32);
-                *round += 1;
-                if *round == ROUNDS_BEFORE_RESTART {
-                    hub.restart_replica(id).await;
-                }
-            }
-            // Without interfaces to follow only replicas that have not moved are left to do.
-            if timeout(pause, self.changed()).await.is_ok() {
-                sleep(DEBOUNCE).await;
-            }
-            self.look().await;
-        }
+    /// Returns true unless a change to the other family of addresses is held back.
+    pub fn is_settled(&self) -> bool {
+        self.family_change.since.is_none()
     }
 
     /// Returns true if the host has the address, on a link that is up or not.
-    fn has(&self, address: Option<IpAddr>) -> bool {
+    pub fn has(&self, address: Option<IpAddr>) -> bool {
         self.interfaces.addresses.iter().any(|own| Some(own.address) == address)
     }
 
-    async fn changed(&mut self) {
+    /// Waits for a change of the interfaces; for ever if none is reported.
+    pub async fn changed(&mut self) {
         match &mut self.netlink {
             Some(netlink) => {
                 if let Err(error) = netlink.changed().await {
@@ -179,7 +123,7 @@ impl DataNetwork {
     }
 
     /// Reads the interfaces, and chooses the address.
-    async fn look(&mut self) {
+    pub async fn look(&mut self) {
         let read = async {
             if self.netlink.is_none() {
                 self.netlink = Some(Netlink::open()?);
