@@ -1,17 +1,23 @@
 //! Finds modules of one crate that import each other in a circle.
 //!
-//! Modules are those that the root of a crate declares, with their children. Tests inside a module do not
-//! count. A shared type of two modules belongs in a third one, which imports neither.
+//! Siblings are compared at each depth, each with its children. A child may use the items of its parents.
+//! Tests inside a module do not count. A shared type of two modules belongs in a third one, which imports
+//! neither.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The imports of each module: the other modules of its crate that it names.
+/// The imports of each module: the siblings that it names, itself or in its children.
 type Imports = BTreeMap<String, BTreeSet<String>>;
 
 /// The parts of a path such as `crate::store::Store`.
 type Names = Vec<String>;
+
+/// Returns the path of a child of `module`.
+fn child(module: &[String], name: &str) -> Names {
+    module.iter().cloned().chain([name.to_owned()]).collect()
+}
 
 /// Returns the text without comments and without test modules at its end.
 fn code(text: &str) -> String {
@@ -70,8 +76,8 @@ fn add_tree(before: &[String], tree: &str, paths: &mut Vec<Names>) {
     }
 }
 
-/// Returns all paths of imports, and those in the code that begin with `crate` or `super`.
-fn paths(code: &str) -> Vec<Names> {
+/// Returns the paths of imports.
+fn imports(code: &str) -> Vec<Names> {
     let mut paths = Vec::new();
     for (at, _) in code.match_indices("use ") {
         let before = code[..at].rsplit('\n').next().unwrap_or_default().trim();
@@ -80,6 +86,12 @@ fn paths(code: &str) -> Vec<Names> {
             add_tree(&[], tree, &mut paths);
         }
     }
+    paths
+}
+
+/// Returns the paths in the code, outside imports too, that begin with `crate` or `super`.
+fn named(code: &str) -> Vec<Names> {
+    let mut paths = Vec::new();
     for (at, _) in code.match_indices("crate::").chain(code.match_indices("super::")) {
         let is_path = |c: &char| c.is_alphanumeric() || *c == '_' || *c == ':';
         if code[..at].chars().next_back().is_none_or(|c| !is_path(&c)) {
@@ -90,41 +102,53 @@ fn paths(code: &str) -> Vec<Names> {
     paths
 }
 
-/// A crate, as far as imports between its modules need it.
+/// The modules of a crate, as far as imports between them need it. The path of the root is empty.
 struct Crate {
-    /// The modules that its root declares, except for those of tests.
-    modules: BTreeSet<String>,
-    /// Names that the root exports, with the module of each.
-    exported: BTreeMap<String, String>,
+    /// Each module that has a file, except for those of tests.
+    modules: BTreeSet<Names>,
+    /// Names that a module imports, or exports, with the path that each stands for.
+    imported: BTreeMap<(Names, String), Names>,
 }
 
 impl Crate {
-    fn new(root: &str) -> Crate {
-        let tests = test_modules(root);
-        let all = root.lines().filter_map(declared).map(str::to_owned);
-        let modules: BTreeSet<String> = all.filter(|name| !tests.contains(name)).collect();
-        let mut exported = BTreeMap::new();
-        for path in paths(&code(root)) {
-            let mut names = path.iter().skip_while(|name| *name == "crate" || *name == "self");
-            if let (Some(module), Some(last)) = (names.next(), path.last())
-                && modules.contains(module)
-            {
-                exported.insert(last.clone(), module.clone());
-            }
-        }
-        Crate { modules, exported }
+    fn new(modules: &BTreeMap<Names, String>) -> Crate {
+        let imported = modules.iter().flat_map(|(here, code)| {
+            let named = imports(code).into_iter().filter(|path| path.len() > 1);
+            named.filter_map(|path| Some(((here.clone(), path.last()?.clone()), path)))
+        });
+        Crate { modules: modules.keys().cloned().collect(), imported: imported.collect() }
     }
 
-    /// Returns the module that a path leads to. `here` is the path of the module that has it.
-    fn module_of(&self, path: &[String], here: &[String]) -> Option<&str> {
+    /// Returns the module that defines the item of a path. `here` is the module that has the path.
+    fn module_of(&self, path: &[String], here: &[String]) -> Option<Names> {
+        let (mut module, mut rest) = self.start_of(path, here)?;
+        // Two modules may import the same name from each other, one as a type and one as a function.
+        let mut followed = BTreeSet::new();
+        while let Some((name, after)) = rest.split_first() {
+            let place = (module, name.clone());
+            if self.modules.contains(&child(&place.0, name)) {
+                (module, rest) = (child(&place.0, name), after.to_vec());
+                continue;
+            }
+            module = place.0.clone();
+            let Some(import) = self.imported.get(&place).filter(|_| followed.insert(place)) else { break };
+            // Names of other crates lead nowhere.
+            let Some((start, end)) = self.start_of(import, &module) else { break };
+            (module, rest) = (start, [end, after.to_vec()].concat());
+        }
+        Some(module)
+    }
+
+    /// Returns the module at which a path starts, and the rest of the path.
+    fn start_of(&self, path: &[String], here: &[String]) -> Option<(Names, Names)> {
         let ups = path.iter().take_while(|name| *name == "super").count();
-        let rest = match path.first()?.as_str() {
-            "crate" => &path[1..],
-            "super" if ups == here.len() => &path[ups..],
-            _ => return None,
+        let (start, names) = match path.first()?.as_str() {
+            "crate" => (&[][..], 1),
+            "self" => (here, 1),
+            "super" => (&here[..here.len().checked_sub(ups)?], ups),
+            name => (here, usize::from(!self.modules.contains(&child(here, name))) * path.len()),
         };
-        let name = rest.first()?;
-        self.modules.get(name).or_else(|| self.exported.get(name)).map(String::as_str)
+        (names < path.len()).then(|| (start.to_owned(), path[names..].to_owned()))
     }
 }
 
@@ -157,40 +181,49 @@ fn module_path(file: &Path) -> Names {
     let mut names: Names =
         file.with_extension("").iter().map(|name| name.to_string_lossy().into_owned()).collect();
     names.pop_if(|name| name == "mod");
+    if names == ["lib"] || names == ["main"] {
+        names.clear();
+    }
     names
 }
 
-/// Returns the imports between the modules of the crate whose sources are in `source`.
-fn imports(source: &Path) -> Option<Imports> {
-    let read = |file: &Path| fs::read_to_string(source.join(file)).ok();
-    let root = read(Path::new("lib.rs")).or_else(|| read(Path::new("main.rs")))?;
-    let the_crate = Crate::new(&root);
+/// Returns the code of each module of the crate in `source`, without those of tests.
+fn modules(source: &Path) -> BTreeMap<Names, String> {
     let mut files = Vec::new();
     add_files(source, source, &mut files);
-    let texts: Vec<(Names, String)> =
-        files.iter().filter_map(|file| Some((module_path(file), read(file)?))).collect();
+    let read = |file: &PathBuf| {
+        let path = source.join(file);
+        fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+    };
+    let mut texts: BTreeMap<Names, String> =
+        files.iter().map(|file| (module_path(file), read(file))).collect();
     let tests: BTreeSet<Names> = texts
         .iter()
-        .flat_map(|(here, text)| {
-            test_modules(text).into_iter().map(|name| here.iter().cloned().chain([name]).collect())
-        })
+        .flat_map(|(here, text)| test_modules(text).into_iter().map(|name| child(here, &name)))
         .collect();
-    let is_test = |here: &Names| {
-        here.iter().any(|name| name.ends_with("tests"))
-            || (1..=here.len()).any(|end| tests.contains(&here[..end]))
-    };
-    let mut imports = Imports::new();
-    for (here, text) in
-        texts.iter().filter(|(here, _)| the_crate.modules.contains(&here[0]) && !is_test(here))
-    {
-        let others = imports.entry(here[0].clone()).or_default();
-        for path in paths(&code(text)) {
-            others.extend(
-                the_crate.module_of(&path, here).filter(|other| **other != here[0]).map(str::to_owned),
-            );
+    texts.retain(|here, _| {
+        !here.iter().any(|name| name.ends_with("tests"))
+            && !(1..=here.len()).any(|end| tests.contains(&here[..end]))
+    });
+    texts.into_iter().map(|(here, text)| (here, code(&text))).collect()
+}
+
+/// Returns the imports between siblings, for the path of each parent.
+fn imports_of_siblings(modules: &BTreeMap<Names, String>) -> BTreeMap<Names, Imports> {
+    let the_crate = Crate::new(modules);
+    let mut found: BTreeMap<Names, Imports> = BTreeMap::new();
+    for (here, code) in modules {
+        for there in
+            imports(code).iter().chain(&named(code)).filter_map(|path| the_crate.module_of(path, here))
+        {
+            let depth = here.iter().zip(&there).take_while(|(a, b)| a == b).count();
+            if let (Some(from), Some(to)) = (here.get(depth), there.get(depth)) {
+                let siblings = found.entry(here[..depth].to_owned()).or_default();
+                siblings.entry(from.clone()).or_default().insert(to.clone());
+            }
         }
     }
-    Some(imports)
+    found
 }
 
 /// Adds the folders of crates under `folder`.
@@ -216,31 +249,55 @@ fn modules_do_not_import_each_other_in_circles() {
     assert!(crates.len() > 30, "only {} crates under {}", crates.len(), root.display());
     let mut wrong = Vec::new();
     for folder in crates {
-        let Some(imports) = imports(&folder.join("src")) else { continue };
         let name = folder.strip_prefix(&root).unwrap_or(&folder).display();
-        let found = in_circles(&imports);
-        wrong.extend(found.iter().map(|module| {
-            let others = imports[*module].iter().filter(|other| found.contains(&other.as_str()));
-            format!("{name}: {module} imports {}", others.cloned().collect::<Vec<_>>().join(", "))
-        }));
+        for (parent, imports) in imports_of_siblings(&modules(&folder.join("src"))) {
+            let found = in_circles(&imports);
+            wrong.extend(found.iter().map(|module| {
+                let others = imports[*module].iter().filter(|other| found.contains(&other.as_str()));
+                let module = child(&parent, module).join("::");
+                format!("{name}: {module} imports {}", others.cloned().collect::<Vec<_>>().join(", "))
+            }));
+        }
     }
     assert!(wrong.is_empty(), "open these circles of modules:\n{}", wrong.join("\n"));
 }
 
 #[test]
-fn a_circle_is_found_through_exports_groups_and_parents() {
-    let the_crate =
-        Crate::new("mod a;\npub mod b;\n#[cfg(test)]\nmod example;\npub use b::{Thing, deep::Other};\n");
-    assert_eq!(the_crate.modules.iter().collect::<Vec<_>>(), ["a", "b"]);
-    let of = |text: &str, here: &[&str]| -> Vec<String> {
-        let here: Names = here.iter().map(|name| (*name).to_owned()).collect();
-        let found = paths(&code(text));
-        found.iter().filter_map(|path| the_crate.module_of(path, &here)).map(str::to_owned).collect()
+fn imports_of_siblings_are_found_through_exports_groups_and_parents() {
+    let names = |path: &str| -> Names {
+        path.split("::").filter(|name| !name.is_empty()).map(str::to_owned).collect()
     };
-    assert_eq!(of("use crate::{Other, a::{X, Y}};", &["c"]), ["b", "a", "a"]);
-    assert_eq!(of("let x = super::super::a::f();", &["c", "d"]), ["a"]);
-    assert_eq!(of("use super::a::f;", &["c", "d"]), [""; 0], "a child of c");
-    assert_eq!(of("// use crate::a;\n#[cfg(test)]\nmod tests {\n    use crate::b;\n}\n", &["c"]), [""; 0]);
+    let texts = [
+        ("", "mod a;\npub mod b;\nmod c;\npub use b::{Thing, deep::Other};\n"),
+        ("a", ""),
+        ("b", "mod deep;\nmod flat;\nuse deep::Other;\n"),
+        ("b::deep", "pub struct Other;\n"),
+        ("b::flat", "use super::Other;\nuse super::private;\n"),
+        ("c", "mod d;\nuse crate::{Other, a::{X, Y}};\n"),
+        (
+            "c::d",
+            "// use crate::b;\nlet x = super::super::a::f();\n#[cfg(test)]\nmod tests {\n    use super::e;\n}\n",
+        ),
+    ];
+    let modules = texts.iter().map(|(here, text)| (names(here), code(text))).collect();
+    let found = imports_of_siblings(&modules);
+    let of = |parent: &str, module: &str| -> Vec<&str> {
+        found
+            .get(&names(parent))
+            .and_then(|imports| imports.get(module))
+            .into_iter()
+            .flatten()
+            .map(String::as_str)
+            .collect()
+    };
+    assert_eq!(of("", "c"), ["a", "b"], "a group, an export of the root, the parent of a parent");
+    assert_eq!(of("", "b"), [""; 0]);
+    assert_eq!(of("b", "flat"), ["deep"], "an import of the parent");
+    assert_eq!(of("c", "d"), [""; 0], "comments and tests");
+}
+
+#[test]
+fn a_circle_is_found() {
     let edge = |from: &str, to: &str| (from.to_owned(), BTreeSet::from([to.to_owned()]));
     let circle = Imports::from([edge("a", "b"), edge("b", "c"), edge("c", "b"), edge("d", "a")]);
     assert_eq!(in_circles(&circle), ["b", "c"]);
