@@ -175,6 +175,7 @@ fn a_flush_is_one_of_all_replicas(host: &VmHost) -> Result<()> {
     let pids = pids.split_whitespace().collect::<Vec<_>>().join(" ");
     host.sh(&format!("kill -STOP {pids}"))?;
     let waiting = host.spawn(&format!("{FLUSH} && touch /root/flushed"))?;
+    // An early answer would come within 3 s.
     let early = host.vm.run("sleep 3; test -e /root/flushed");
     host.sh(&format!("kill -CONT {pids}"))?;
     host.finish(waiting, LIMIT)?;

@@ -153,6 +153,7 @@ fn killed_under_load(kernel: Kernel) -> Result<()> {
     let fio = guest.start_endless_fio("/mnt/m/file")?;
     let mut longest_restart = Duration::ZERO;
     for _ in 0..4 {
+        // The load runs twice as long as the timer of requests.
         guest.vm.sh("sleep 4")?;
         requests_are_in_flight(&guest)?;
         let begin = Instant::now();

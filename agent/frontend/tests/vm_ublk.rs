@@ -213,6 +213,7 @@ fn killed_under_load(kernel: Kernel) -> Result<()> {
     let files = "while ! test -e /mem/enough; do dd if=/dev/urandom of=/mnt/m/f bs=1M count=8 conv=fsync && rm /mnt/m/f && sync -f /mnt/m; done";
     let files = guest.vm.command(&format!("set -e; {files}")).limit(10 * MINUTE).spawn()?;
     for _ in 0..4 {
+        // The load runs, and then writes wait for a device that no process serves.
         guest.vm.sh("sleep 2")?;
         guest.end(pid, "KILL")?;
         guest.vm.sh("sleep 0.5")?;
@@ -326,6 +327,7 @@ fn killed_during_a_recovery() -> Result<()> {
     let guest = start()?;
     let pid = guest.serve("memory", "")?;
     let fio = guest.start_fio(NODE, "randtrimwrite", 5)?;
+    // fio has begun, and does not end before the kill.
     guest.vm.sh("sleep 2")?;
     guest.end(pid, "KILL")?;
     for _ in 0..2 {
@@ -380,6 +382,7 @@ fn killed_between_mapping_and_fetching_on_the_newest_kernel() -> Result<()> {
     let guest = Guest::start(Kernel::Newest, "ublk")?;
     let pid = guest.serve("memory", "")?;
     let fio = guest.start_fio(NODE, "randwrite", 5)?;
+    // fio has begun, and does not end before the kill.
     guest.vm.sh("sleep 2")?;
     guest.end(pid, "KILL")?;
     let output = guest.vm.run(&guest.command("memory", "--fault mapped"))?;
