@@ -4,6 +4,7 @@ use std::path::Path;
 
 use shorthorn_api::ViewError;
 use shorthorn_control::SpecError;
+use shorthorn_store::StoreError;
 use shorthorn_types::{NameError, ReplicaIdError, TooManyMembers};
 use thiserror::Error;
 use tonic::Status;
@@ -83,6 +84,17 @@ impl From<SpecError> for NodeError {
         match error {
             SpecError::Io { source, .. } => NodeError::of_io(&source, message),
             SpecError::Content { .. } => NodeError::Unavailable(message),
+        }
+    }
+}
+
+impl From<StoreError> for NodeError {
+    fn from(error: StoreError) -> NodeError {
+        match error {
+            StoreError::OtherSecret(_)
+            | StoreError::FingerprintDamaged { .. }
+            | StoreError::Locked { .. } => NodeError::Precondition(error.to_string()),
+            _ => NodeError::Unavailable(error.to_string()),
         }
     }
 }

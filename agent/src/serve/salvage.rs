@@ -6,7 +6,7 @@ use std::time::UNIX_EPOCH;
 
 use serde::{Deserialize, Serialize};
 use shorthorn_api::v1;
-use shorthorn_store::{OpenOptions, Severity, Store, StoreError};
+use shorthorn_store::{OpenOptions, Severity, Store};
 use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId, VolumeName};
 use shorthorn_views::ReplicaViews;
 
@@ -35,7 +35,7 @@ pub fn inspect(directory: &Path, runs: bool) -> Result<v1::ReplicaInspection, No
         shown.missing = true;
         return Ok(shown);
     }
-    let found = shorthorn_store::inspect(directory).map_err(|error| of_store(&error))?;
+    let found = shorthorn_store::inspect(directory)?;
     shown.usable = found.usable;
     shown.running |= found.in_use_by.is_some();
     shown.allocated_bytes = found.layers.iter().map(|layer| layer.allocated_bytes).sum();
@@ -84,15 +84,15 @@ pub fn salvage(directory: &Path, replica: ReplicaId, attach: u64) -> Result<(), 
         return Err(NodeError::NotFound(format!("{} holds no replica", directory.display())));
     }
     let options = OpenOptions { accept_rebuilding: true, ..OpenOptions::default() };
-    let mut store = Store::open(directory, options).map_err(|error| of_store(&error))?;
+    let mut store = Store::open(directory, options)?;
     let changed = rewrite(&mut store, directory, replica, attach);
-    let closed = store.close().map_err(|error| of_store(&error));
+    let closed = store.close().map_err(NodeError::from);
     changed.and(closed)
 }
 
 fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64) -> Result<(), NodeError> {
     let refuse = |why: String| NodeError::Precondition(format!("{}: {why}", directory.display()));
-    let saved = store.load_state().map_err(|error| of_store(&error))?;
+    let saved = store.load_state()?;
     let Some(bytes) = saved.bytes() else {
         return Err(refuse("no engine has ever opened it: it holds nothing".into()));
     };
@@ -115,12 +115,12 @@ fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64)
     let bytes = serde_json::to_vec(&salvaged).map_err(|error| refuse(error.to_string()))?;
     // The sets describe other replicas, which receive full copies, or regions in which this one may differ
     // from them. They are removed before the state: after an interruption, all steps are repeated.
-    store.remove_all_regions().map_err(|error| of_store(&error))?;
-    store.drop_damaged_lost_blocks().map_err(|error| of_store(&error))?;
+    store.remove_all_regions()?;
+    store.drop_damaged_lost_blocks()?;
     let accepted =
         store.accept_unfinished_copy(&format!("{attach}-{replica}")).and_then(|()| store.set_left(false));
-    accepted.map_err(|error| of_store(&error))?;
-    store.save_state(&bytes).map_err(|error| of_store(&error))?;
+    accepted?;
+    store.save_state(&bytes)?;
     let before = state.views.report();
     tracing::warn!(directory = %directory.display(), attach, ?before, "salvaged: this replica alone is the volume now");
     Ok(())
@@ -133,13 +133,6 @@ fn alone(replica: ReplicaId, attach: u64) -> Result<ReplicaViews, NodeError> {
     let mut views = ReplicaViews::new(View { id: ViewId { generation, number: 0 }, members });
     views.fence(generation).map_err(|error| NodeError::Precondition(error.to_string()))?;
     Ok(views)
-}
-
-fn of_store(error: &StoreError) -> NodeError {
-    match error {
-        StoreError::Locked { .. } => NodeError::Precondition(error.to_string()),
-        _ => NodeError::Unavailable(error.to_string()),
-    }
 }
 
 #[cfg(test)]

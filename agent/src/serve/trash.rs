@@ -120,7 +120,7 @@ fn make(directory: &Path) -> Result<(), NodeError> {
 /// # Errors
 /// [`NodeError::Precondition`] if a process has it open.
 pub fn held(directory: &Path) -> Result<Held, NodeError> {
-    hold(directory).map_err(|error| of_store(&error))
+    Ok(hold(directory)?)
 }
 
 /// Moves the directory of a replica, which `_held` holds, into the trash. Without a note, an existing one
@@ -258,7 +258,7 @@ fn gone(folder: &Path) -> NodeError {
 /// than another holder, no other process can read the directory either.
 fn held_unless_unreadable(directory: &Path) -> Result<Option<Held>, NodeError> {
     match hold(directory) {
-        Err(error @ StoreError::Locked { .. }) => Err(of_store(&error)),
+        Err(error @ StoreError::Locked { .. }) => Err(error.into()),
         held => Ok(held.ok()),
     }
 }
@@ -340,13 +340,6 @@ fn read_record(folder: &Path, id: &InstanceId, deleted_ms: u64) -> Result<Record
 fn allocated_bytes(directory: &Path) -> u64 {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.metadata().ok()).map(|file| file.blocks().saturating_mul(512)).sum()
-}
-
-fn of_store(error: &StoreError) -> NodeError {
-    match error {
-        StoreError::Locked { .. } => NodeError::Precondition(error.to_string()),
-        _ => NodeError::Unavailable(error.to_string()),
-    }
 }
 
 /// Returns the content of the trash of a disk, the oldest first. A disk without a trash has none.

@@ -359,21 +359,12 @@ fn bind(directory: &Path, fingerprint: &str, rebind: bool) -> Result<(), NodeErr
     }
     match check_binding(directory, fingerprint) {
         Err(StoreError::OtherSecret(_) | StoreError::FingerprintDamaged { .. }) if rebind => {
-            let held = hold(directory).map_err(of_store)?;
-            shorthorn_store::rebind(directory, &held, fingerprint).map_err(of_store)?;
+            let held = hold(directory)?;
+            shorthorn_store::rebind(directory, &held, fingerprint)?;
             tracing::info!("{} now belongs to the undeleted volume", directory.display());
             Ok(())
         }
-        checked => checked.map_err(of_store),
-    }
-}
-
-fn of_store(error: StoreError) -> NodeError {
-    match error {
-        StoreError::OtherSecret(_) | StoreError::FingerprintDamaged { .. } | StoreError::Locked { .. } => {
-            NodeError::Precondition(error.to_string())
-        }
-        _ => NodeError::Unavailable(error.to_string()),
+        checked => Ok(checked?),
     }
 }
 
