@@ -82,8 +82,8 @@ pub fn device_at(path: &Path) -> anyhow::Result<BlockDevice> {
     let real = fs::canonicalize(path).with_context(|| shown.to_string())?;
     let metadata = fs::metadata(&real)?;
     ensure!(metadata.file_type().is_block_device(), "{shown} is not a block device");
-    let (major, minor) = (rustix::fs::major(metadata.rdev()), rustix::fs::minor(metadata.rdev()));
-    let link = fs::read_link(format!("/sys/dev/block/{major}:{minor}")).with_context(|| shown.to_string())?;
+    let number = DeviceNumber::of(metadata.rdev());
+    let link = fs::read_link(format!("/sys/dev/block/{number}")).with_context(|| shown.to_string())?;
     let name = link.file_name().map(|name| name.to_string_lossy().into_owned());
     let device = look(&name.with_context(|| format!("{shown} has no name"))?, &links_by_id())?;
     Ok(BlockDevice { is_named: true, ..device })
