@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use nix::libc;
+use nix::sys::utsname::uname;
 use shorthorn_api::v1;
 use shorthorn_control::{EngineSpec, ReplicaSpec, load_spec};
 use shorthorn_frontend::probe::probe;
@@ -90,7 +91,7 @@ pub fn collect_quietly(config: &Config, agent_runs: bool) -> anyhow::Result<Fact
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let interfaces = runtime.block_on(network::interfaces())?;
     Ok(Facts {
-        kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
+        kernel: uname()?.release().to_string_lossy().into_owned(),
         frontends: Vec::new(),
         nbd_partitions_max: nbd_partitions_max(),
         iscsid: iscsid(),

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail, ensure};
-use rustix::fs::{FlockOperation, flock};
+use nix::fcntl::{Flock, FlockArg};
 use shorthorn_mounts::MountTable;
 
 use crate::disks::collect::{device_at, open_exclusively};
@@ -120,8 +120,9 @@ fn refuse(disk: &PlannedDisk, device: &BlockDevice) -> anyhow::Result<()> {
 fn make(disk: &PlannedDisk, options: Options) -> anyhow::Result<()> {
     let shown = disk.device.display();
     // udev and others that obey https://systemd.io/BLOCK_DEVICE_LOCKING keep off until this is closed.
-    let lock = File::open(&disk.device).with_context(|| shown.to_string())?;
-    flock(&lock, FlockOperation::NonBlockingLockExclusive)
+    let file = File::open(&disk.device).with_context(|| shown.to_string())?;
+    let _lock = Flock::lock(file, FlockArg::LockExclusiveNonblock)
+        .map_err(|(_, error)| error)
         .with_context(|| format!("{shown} is locked by another program: try again when that has ended"))?;
     let device = find(disk, options.same_boot)?;
     let is_incomplete = is_made(disk, &device) && device.is_incomplete;

@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use std::ops::{Range, RangeInclusive};
 use std::path::{Path, PathBuf};
 
+use nix::sys::utsname::uname;
 use serde::Deserialize;
 use shorthorn_csi::TOPOLOGY_VALUE_MAX_BYTES;
 use shorthorn_logging::LogFormat;
@@ -431,7 +432,8 @@ fn node_name(name: &str) -> Result<String, String> {
 }
 
 fn host_name() -> Result<String, ConfigError> {
-    let name = rustix::system::uname().nodename().to_string_lossy().to_lowercase();
+    let host = uname().map_err(|error| ConfigError::HostName(error.to_string()))?;
+    let name = host.nodename().to_string_lossy().to_lowercase();
     match node_name(&name) {
         Ok(name) if !name.is_empty() => Ok(name),
         Ok(_) => Err(ConfigError::HostName("it is empty".into())),

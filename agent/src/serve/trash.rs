@@ -18,7 +18,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use rustix::fs::statvfs;
+use nix::sys::statvfs::statvfs;
 use serde::{Deserialize, Serialize};
 use shorthorn_api::v1;
 use shorthorn_store::{Held, StoreError, hold, with_check, without_check};
@@ -489,8 +489,8 @@ pub fn sweep(disk: &Path, limits: TrashLimits, now_ms: u64) {
     }
     let Ok(space) = statvfs(disk) else { return };
     let space = Space {
-        total_bytes: space.f_blocks.saturating_mul(space.f_frsize),
-        available_bytes: space.f_bavail.saturating_mul(space.f_frsize),
+        total_bytes: space.blocks().saturating_mul(space.fragment_size()),
+        available_bytes: space.blocks_available().saturating_mul(space.fragment_size()),
     };
     let sizes: Vec<(u64, u64)> =
         all.iter().map(|entry| (entry.deleted_ms, entry.allocated_bytes())).collect();

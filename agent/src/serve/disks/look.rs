@@ -4,7 +4,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::{fs, io};
 
-use rustix::fs::{StatVfsMountFlags, statvfs};
+use nix::sys::statvfs::{FsFlags, statvfs};
 use shorthorn_api::v1;
 use shorthorn_types::DeviceNumber;
 use shorthorn_types::limits::BLOCK_BYTES;
@@ -30,8 +30,8 @@ pub fn look(path: &Path) -> v1::Disk {
     }
     match statvfs(path) {
         Ok(space) => {
-            disk.total_bytes = space.f_blocks.saturating_mul(space.f_frsize);
-            disk.available_bytes = space.f_bavail.saturating_mul(space.f_frsize);
+            disk.total_bytes = space.blocks().saturating_mul(space.fragment_size());
+            disk.available_bytes = space.blocks_available().saturating_mul(space.fragment_size());
         }
         Err(error) => disk.problem = format!("free space is unknown: {error}"),
     }
@@ -55,13 +55,13 @@ pub(super) fn obstacle(path: &Path) -> Option<String> {
         Ok(space) => space,
         Err(error) => return Some(error.to_string()),
     };
-    if space.f_flag.contains(StatVfsMountFlags::RDONLY) {
+    if space.flags().contains(FsFlags::ST_RDONLY) {
         return Some(
             "file system is mounted read-only: see the kernel's log for the cause, and mount it again".into(),
         );
     }
-    if space.f_frsize > BLOCK_BYTES {
-        let unit = space.f_frsize;
+    if space.fragment_size() > BLOCK_BYTES {
+        let unit = space.fragment_size();
         return Some(format!(
             "its file system allocates {unit} bytes at a time, and replicas need {BLOCK_BYTES} or less: make one with \
              blocks of {BLOCK_BYTES}"
