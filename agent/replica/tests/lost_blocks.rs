@@ -4,13 +4,12 @@
 mod common;
 
 use std::collections::BTreeMap;
-use std::fs::{self, OpenOptions};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::fs;
 use std::path::PathBuf;
 
 use common::*;
 use shorthorn_control::ReplicaSpec;
-use shorthorn_store::{AlignedBuffer, OpenOptions as StoreOptions, SavedState, Store};
+use shorthorn_store::{OpenOptions as StoreOptions, SavedState, Store};
 use shorthorn_testkit::waiting::wait_for;
 use shorthorn_types::{Errno, MarkAction, MarkRegions, Members, Regions, RegionsOf, ReplicaId};
 use shorthorn_wire::{
@@ -361,16 +360,6 @@ fn more_lost_blocks_than_can_be_recorded_are_refused() {
 /// Changes a byte of a block of the head on the disk.
 fn rot(spec: &ReplicaSpec, block: u64) {
     rot_in(spec, "volume-head-000.img", block);
-}
-
-fn rot_in(spec: &ReplicaSpec, image: &str, block: u64) {
-    let path = spec.directory.join(image);
-    let file =
-        OpenOptions::new().read(true).write(true).custom_flags(nix::libc::O_DIRECT).open(path).unwrap();
-    let mut bytes = AlignedBuffer::new(4096);
-    file.read_exact_at(bytes.as_mut_slice(), block * BLOCK).unwrap();
-    bytes.as_mut_slice()[100] ^= 1;
-    file.write_all_at(bytes.as_slice(), block * BLOCK).unwrap();
 }
 
 #[test]

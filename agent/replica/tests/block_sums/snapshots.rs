@@ -19,17 +19,6 @@ pub fn with_snapshot(spec: &ReplicaSpec) -> (Replica, Client) {
     (replica, client)
 }
 
-/// The disk changes a byte of a block of the snapshot.
-fn rot_below(spec: &ReplicaSpec, block: u64) {
-    let path = spec.directory.join(SNAPSHOT);
-    let file =
-        OpenOptions::new().read(true).write(true).custom_flags(nix::libc::O_DIRECT).open(path).unwrap();
-    let mut bytes = AlignedBuffer::new(4096);
-    file.read_exact_at(bytes.as_mut_slice(), block * BLOCK).unwrap();
-    bytes.as_mut_slice()[100] ^= 1;
-    file.write_all_at(bytes.as_slice(), block * BLOCK).unwrap();
-}
-
 fn check_layer(client: &mut Client) -> LayerCheck {
     let length_bytes = u32::try_from(MIB).unwrap();
     let asked = LayerRange { image: SNAPSHOT.to_owned(), offset_bytes: 0, length_bytes };
@@ -64,10 +53,10 @@ fn rot_in_a_snapshot_is_reported_to_copies_and_comparisons() {
         if header.status == 0 { Ok(data) } else { Err(header.status) }
     };
     // A reader does not see the sixth block of the snapshot.
-    rot_below(&spec, 5);
+    rot_in(&spec, SNAPSHOT, 5);
     assert!(read(&mut client, Flags::CHECKED).is_ok());
     assert!(check_layer(&mut client).sum.is_some());
-    rot_below(&spec, 3);
+    rot_in(&spec, SNAPSHOT, 3);
     assert_eq!(read(&mut client, Flags::CHECKED), Err(ROTTEN));
     assert!(read(&mut client, Flags::NONE).is_ok(), "who does not ask gets what is there");
     assert_eq!(check_layer(&mut client).sum, None, "rot does not vote");
@@ -97,7 +86,7 @@ fn a_repair_of_a_snapshot_leaves_the_sums_of_other_regions() {
     let base = base();
     let spec = spec_of(base.path());
     let (_replica, mut client) = with_snapshot(&spec);
-    [3, 4, 40].into_iter().for_each(|block| rot_below(&spec, block));
+    [3, 4, 40].into_iter().for_each(|block| rot_in(&spec, SNAPSHOT, block));
     assert_eq!(verify(&mut client, 0, 65536), Err(ROTTEN));
     repair_below(&mut client, 1);
     assert_eq!(verify(&mut client, 3 * BLOCK, BLOCK).map(drop), Ok(()));
@@ -120,7 +109,7 @@ fn a_repair_of_a_snapshot_leaves_rot_of_the_head_known() {
     fallocate(head.as_fd(), punch, i64::try_from(5 * BLOCK).unwrap(), 4096).unwrap();
     let replica = Replica::start(&spec);
     let mut client = replica.open(generation(2));
-    rot_below(&spec, 3);
+    rot_in(&spec, SNAPSHOT, 3);
     assert_eq!(read_checked(&mut client, 5 * BLOCK, BLOCK), Err(ROTTEN));
     assert_eq!(read_checked(&mut client, 3 * BLOCK, BLOCK), Err(ROTTEN));
     repair_below(&mut client, 4);

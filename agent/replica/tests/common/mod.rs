@@ -3,7 +3,9 @@
 
 pub mod disks;
 
+use std::fs::OpenOptions;
 use std::io::{self, Read, Write};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -12,6 +14,7 @@ use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 use shorthorn_control::{ReplicaSpec, ReplicaStatus, SUM_BYTES_PER_S, Secret, Status, Unknown, store_spec};
+use shorthorn_store::AlignedBuffer;
 use shorthorn_types::{Generation, Members, ReplicaId};
 use shorthorn_wire::{
     Challenge, Claim, Flags, HEADER_BYTES, Header, Hello, Nonce, Opcode, ProvenWelcome, Refusal, Session,
@@ -22,6 +25,7 @@ use shorthorn_wire::{
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 pub const SECRET: [u8; 32] = [0x5e; 32];
 pub const MIB: u64 = 1 << 20;
+const BLOCK: u64 = 4096;
 
 pub fn generation(attach: u64) -> Generation {
     Generation::new(attach, 0)
@@ -383,4 +387,15 @@ pub fn base_in_memory() -> tempfile::TempDir {
 pub fn volume_meta(directory: &Path) -> serde_json::Value {
     let path: PathBuf = directory.join("volume.meta");
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+/// Changes a byte of a block of an image on the disk.
+pub fn rot_in(spec: &ReplicaSpec, image: &str, block: u64) {
+    let path = spec.directory.join(image);
+    let file =
+        OpenOptions::new().read(true).write(true).custom_flags(nix::libc::O_DIRECT).open(path).unwrap();
+    let mut bytes = AlignedBuffer::new(4096);
+    file.read_exact_at(bytes.as_mut_slice(), block * BLOCK).unwrap();
+    bytes.as_mut_slice()[100] ^= 1;
+    file.write_all_at(bytes.as_slice(), block * BLOCK).unwrap();
 }
