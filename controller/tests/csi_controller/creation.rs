@@ -1,13 +1,12 @@
 //! Creation of volumes.
 
 use std::collections::BTreeSet;
-use std::time::Duration;
 
 use shorthorn_api::csi::v1;
 use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
 use shorthorn_api::csi::v1::volume_capability::{AccessType, MountVolume};
 use shorthorn_csi::{TOPOLOGY_NODE, TOPOLOGY_ZONE};
-use tokio::time::sleep;
+use shorthorn_testkit::waiting::wait_for_async;
 use tonic::Code;
 
 use crate::support::cluster::{Cluster, LIMIT};
@@ -201,13 +200,8 @@ async fn a_volume_is_created_degraded_and_made_whole_once_there_is_a_place() {
     let replicas = || cluster.agents.iter().map(|agent| agent.directories().len()).collect::<Vec<_>>();
     assert_eq!(replicas(), [1, 1, 0]);
     cluster.ok(&["node", "uncordon", "c"]).await;
-    tokio::time::timeout(LIMIT, async {
-        while replicas() != [1, 1, 1] {
-            sleep(Duration::from_millis(20)).await;
-        }
-    })
-    .await
-    .unwrap();
+    let all_there = async || Some(replicas()).filter(|replicas| *replicas != [1, 1, 1]).map_or(Ok(()), Err);
+    wait_for_async("each node has a replica", LIMIT, all_there).await;
     // Without a place for all, nothing is created.
     let nowhere = v1::CreateVolumeRequest { parameters: parameter("diskSelector", "ssd"), ..create("w") };
     assert_eq!(code(&csi.create(nowhere).await), Code::ResourceExhausted);

@@ -1,11 +1,9 @@
 //! Lists of volumes, their capabilities, and the room for more.
 
-use std::time::Duration;
-
 use shorthorn_api::csi::v1;
 use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
 use shorthorn_csi::{TOPOLOGY_NODE, TOPOLOGY_ZONE};
-use tokio::time::sleep;
+use shorthorn_testkit::waiting::wait_for_async;
 use tonic::Code;
 
 use crate::support::cluster::{Cluster, LIMIT};
@@ -152,16 +150,11 @@ async fn a_volume_that_may_begin_with_fewer_replicas_has_room_on_too_few_nodes()
     cluster.start_controller().await;
     let mut csi = caller(&cluster);
     // The controller connects to the agents after it says that it is ready.
-    let answer = tokio::time::timeout(LIMIT, async {
-        loop {
-            let answer = csi.capacity(v1::GetCapacityRequest::default()).await.unwrap();
-            if answer.available_capacity > 0 {
-                break answer;
-            }
-            sleep(Duration::from_millis(20)).await;
-        }
-    });
-    let answer = answer.await.unwrap();
+    let capacity = async || {
+        let answer = csi.capacity(v1::GetCapacityRequest::default()).await.unwrap();
+        if answer.available_capacity > 0 { Ok(answer) } else { Err(answer) }
+    };
+    let answer = wait_for_async("the controller knows the disks", LIMIT, capacity).await;
     let largest = answer.maximum_volume_size.unwrap();
     assert_eq!((answer.available_capacity / GIB, largest / GIB), (90, 90));
     let request = v1::CreateVolumeRequest { capacity_range: range(largest, 0), ..create("v") };

@@ -10,12 +10,15 @@ use redb::{Database, StorageBackend};
 use serde_json::Value;
 use shorthorn_controller_core::Timestamp;
 use shorthorn_controller_core::objects::{ConditionType, Finding, Kind, Node};
+use shorthorn_testkit::waiting::wait_for_async;
 
 use super::file::OBJECTS;
 use super::*;
 use crate::metrics::{Metered, Metrics, Readiness, ReadinessPhase};
 
 const LIMIT: Duration = Duration::from_millis(200);
+/// A time limit of waits that is reached only by a hang.
+const WAIT: Duration = Duration::from_secs(60);
 
 fn node(name: &str) -> Object {
     Node::new(name, Timestamp::UNIX_EPOCH).into()
@@ -231,11 +234,7 @@ async fn a_disk_that_hangs_holds_up_no_caller_and_is_shown() {
     let following = tokio::spawn(Arc::clone(&store).follow());
     set(&hangs, false);
     // No write is needed for that.
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while readiness.check().is_err() {
-        assert!(Instant::now() < deadline, "the store does not come back");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_for_async("the store is ready again", WAIT, async || readiness.check()).await;
     following.abort();
     // The writes that had begun count once the disk answers.
     store.put(node("h")).await.unwrap();
@@ -253,11 +252,11 @@ async fn an_older_state_of_the_ca_never_replaces_a_later_one() {
     assert!(late.is_err(), "other writes hold it up");
     store.inner.saves.begin();
     drop(busy);
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while Arc::strong_count(&store.inner) > 2 {
-        assert!(Instant::now() < deadline, "the older write does not end");
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+    let references = async || match Arc::strong_count(&store.inner) {
+        0..=2 => Ok(()),
+        more => Err(more),
+    };
+    wait_for_async("the older write ends", WAIT, references).await;
     assert_eq!(ca_storage.load().await.unwrap(), None);
     ca_storage.save(b"later".to_vec()).await.unwrap();
     assert_eq!(ca_storage.load().await.unwrap().as_deref(), Some(&b"later"[..]));
