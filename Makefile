@@ -21,7 +21,7 @@ help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: demo-build ## a replicated volume as a block device in a virtual machine, surviving kills
-	$(PROGRAMS)/shorthorn-vm prepare
+	$(PROGRAMS)/shorthorn-vm prepare --kernel ublk
 	$(PROGRAMS)/shorthorn-demo
 
 # The API server, the image of the virtual machines and mdbook wait for the network and for single processors,
@@ -46,7 +46,7 @@ soak: build few-regions ## the simulation with new seeds, each for SECONDS, and 
 	$(PROGRAMS)/shorthorn-soak --faults $(FAULTS)
 
 soak-vm: build ## FAULTS in a virtual machine with the newest kernel, on its ublk devices, as a table
-	$(PROGRAMS)/shorthorn-vm prepare
+	$(PROGRAMS)/shorthorn-vm prepare --kernel newest
 	$(PROGRAMS)/shorthorn-soak --in-vm --frontend ublk --faults $(FAULTS)
 
 # Volumes whose regions become larger when they are expanded: see REGIONS_MAX. The seeds are those of the commit.
@@ -72,7 +72,7 @@ deny: ## licences, duplicates, sources and advisories of the dependencies
 	else echo "make deny: the advisories are NOT checked: https://github.com/RustSec/advisory-db cannot be fetched" >&2; fi
 
 vm: demo-build ## a root shell in a virtual machine that has the programs installed
-	$(PROGRAMS)/shorthorn-vm prepare
+	$(PROGRAMS)/shorthorn-vm prepare --kernel ublk
 	$(PROGRAMS)/shorthorn-demo --shell
 
 setup: ## the packages that building and testing need

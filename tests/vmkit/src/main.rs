@@ -14,10 +14,14 @@ use shorthorn_vmkit::{
 const USAGE: &str = "\
 Usage: shorthorn-vm COMMAND
 
-  prepare [--refresh]       build the disk image and bake the templates
+  prepare [OPTIONS]         build the disk image and bake the templates
   check                     start a VM of each template and check it
   shell [OPTIONS]           a root shell in a new VM
   run [OPTIONS] -- CMD ...  run one command in a new VM, end with its exit status
+
+Options of prepare:
+  --refresh                 build a new image with the newest packages
+  --kernel KERNEL           only the template of that kernel
 
 Options of shell and run:
   --kernel KERNEL           ublk (Debian 13's, the default), nbd (Debian 12's),
@@ -59,17 +63,28 @@ fn command(arguments: &[String]) -> Result<ExitCode> {
 }
 
 fn prepare_all(arguments: &[String]) -> Result<ExitCode> {
-    match arguments {
-        [] => {}
-        [flag] if flag == "--refresh" => Image::refresh()?,
-        _ => bail!("prepare takes only --refresh"),
+    let (mut only, mut refreshes) = (None, false);
+    let mut rest = arguments.iter();
+    while let Some(argument) = rest.next() {
+        match argument.as_str() {
+            "--refresh" => refreshes = true,
+            "--kernel" => only = Some(kernel_named(rest.next().context("--kernel needs a value")?)?),
+            other => bail!("prepare does not know {other}\n\n{USAGE}"),
+        }
+    }
+    if refreshes {
+        Image::refresh()?;
     }
     let started = Instant::now();
     let image = Image::open()?;
     eprintln!("image {}: {:.1} s", image.dir().display(), started.elapsed().as_secs_f32());
-    prepare(&image, |line| eprintln!("{line}"))?;
+    prepare(&image, only, |line| eprintln!("{line}"))?;
     image.remove_others()?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn kernel_named(name: &str) -> Result<Kernel> {
+    Kernel::from_name(name).with_context(|| format!("{name} is not ublk, nbd, newest or iscsi"))
 }
 
 fn check() -> Result<ExitCode> {
@@ -124,11 +139,7 @@ impl Options {
         while let Some(word) = words.next() {
             let mut value = || words.next().with_context(|| format!("{word} needs a value\n\n{USAGE}"));
             match word.as_str() {
-                "--kernel" => {
-                    let name = value()?;
-                    kernel = Kernel::from_name(name)
-                        .with_context(|| format!("{name} is not ublk, nbd, newest or iscsi"))?;
-                }
+                "--kernel" => kernel = kernel_named(value()?)?,
                 "--push" => {
                     let pair = value()?;
                     let (host, guest) =

@@ -74,11 +74,18 @@ impl Template {
     }
 }
 
-/// Bakes the templates that the tests and benchmarks use.
-pub fn prepare(image: &Image, mut progress: impl FnMut(&str)) -> Result<()> {
-    for (kernel, icount) in
-        [(Kernel::Ublk, false), (Kernel::Nbd, false), (Kernel::Newest, false), (Kernel::Ublk, true)]
-    {
+/// The kernels of the templates that the tests and benchmarks use. True means that virtual time counts
+/// instructions.
+const STANDARD: [(Kernel, bool); 4] =
+    [(Kernel::Ublk, false), (Kernel::Nbd, false), (Kernel::Newest, false), (Kernel::Ublk, true)];
+
+/// Bakes the templates that the tests and benchmarks use, or only that of one kernel.
+pub fn prepare(image: &Image, only: Option<Kernel>, mut progress: impl FnMut(&str)) -> Result<()> {
+    let chosen: Vec<(Kernel, bool)> = match only {
+        Some(kernel) => vec![(kernel, false)],
+        None => STANDARD.to_vec(),
+    };
+    for (kernel, icount) in chosen {
         let started = Instant::now();
         Template::open(image, standard_hardware(image, kernel, icount))?;
         let clock = if icount { " with icount" } else { "" };
