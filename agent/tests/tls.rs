@@ -10,12 +10,13 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use common::api_server::{ApiServer, Decision};
-use common::tls::{Cluster, DAY, ago, certificates, client, dial, free_port, node};
+use common::tls::{Cluster, DAY, ago, certificates, client, dial, node};
 use common::{Running, agent};
 use shorthorn_api::v1::node_client::NodeClient;
 use shorthorn_api::v1::node_tls_client::NodeTlsClient;
 use shorthorn_api::{CLUSTER_HEADER, LEADER_HEADER, v1};
 use shorthorn_pki::{Bundle, CertificateDer, CertificateRequest, Role, Trust};
+use shorthorn_testkit::free_port;
 use tempfile::TempDir;
 use tonic::service::Interceptor;
 use tonic::transport::Channel;
@@ -32,7 +33,12 @@ struct Node {
 impl Node {
     fn new() -> Node {
         let dir = tempfile::tempdir().unwrap();
-        Node { dir, port: free_port(), metrics_port: free_port(), kubeconfig: "off".to_owned() }
+        Node {
+            dir,
+            port: free_port().unwrap(),
+            metrics_port: free_port().unwrap(),
+            kubeconfig: "off".to_owned(),
+        }
     }
 
     fn tls_dir(&self) -> PathBuf {

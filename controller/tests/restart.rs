@@ -5,18 +5,9 @@ mod support;
 
 use std::time::Duration;
 
+use shorthorn_testkit::Random;
 use support::cluster::{Cluster, LIMIT};
 use tokio::time::{Instant, sleep, timeout};
-
-/// A small generator, so that a failing run can be repeated.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % end
-    }
-}
 
 /// Runs a command while the controller is killed under it up to three times; repeats it until it works.
 async fn under_fire(cluster: &mut Cluster, random: &mut Random, words: &[&str]) {
@@ -47,7 +38,7 @@ async fn a_controller_that_is_killed_goes_on_at_its_next_start() {
     let mut cluster = Cluster::start(&["a", "b", "c"]).await;
     let mut attach = 0;
     for seed in 1..=6 {
-        let mut random = Random(seed);
+        let mut random = Random::new(seed);
         under_fire(&mut cluster, &mut random, &["volume", "create", "v", "--size", "1GiB"]).await;
         for node in ["a", "c"] {
             under_fire(&mut cluster, &mut random, &["volume", "attach", "v", "--node", node]).await;

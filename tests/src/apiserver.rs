@@ -4,13 +4,13 @@
 
 use std::fs::{self, File};
 use std::io::Write;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
+use shorthorn_testkit::free_port;
 
 use crate::until;
 
@@ -466,12 +466,4 @@ fn path_of(document: &str) -> Result<String> {
         }
         other => bail!("the tests make no {other} yet"),
     })
-}
-
-/// Returns a port without a listener.
-///
-/// # Errors
-/// No port is free.
-pub fn free_port() -> Result<u16> {
-    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }

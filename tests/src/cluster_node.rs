@@ -5,9 +5,9 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use shorthorn_testkit::free_port;
 use shorthorn_vmkit::{HOST_SIDE, Kernel, Lan};
 
-use crate::apiserver::free_port;
 use crate::{Caller, VmHost, until};
 
 /// The socket that the controller calls. To a port of this host it speaks without TLS.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use serde_json::Value;
-use shorthorn_tests::apiserver::free_port;
+use shorthorn_testkit::free_port;
 use shorthorn_tests::{signal, stripped_programs, until};
 
 const BUILD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../packaging/image/build");

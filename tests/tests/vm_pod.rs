@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use shorthorn_api::csi::v1;
 use shorthorn_api::csi::v1::node_client::NodeClient;
 use shorthorn_api::csi::v1::volume_capability::{AccessMode, AccessType, MountVolume, access_mode};
-use shorthorn_tests::apiserver::free_port;
+use shorthorn_testkit::free_port;
 use shorthorn_tests::{
     Caller, FioRuns, NODE, VmHost, kill_agent_pod, push_agent_image, start_agent_pod, until,
 };

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use common::*;
 use shorthorn_store::{OpenOptions, Store};
+use shorthorn_testkit::Random;
 use shorthorn_types::limits::{MAX_IO_BYTES, MAX_ZERO_BYTES};
 use shorthorn_wire::{Flags, HEADER_BYTES, Header, Opcode};
 
@@ -15,22 +16,6 @@ const SIZE: u64 = 64 * MIB;
 /// and reads no answer meanwhile, it would take no more. It takes 4 MiB, and has answers in its hands until
 /// all that it sends with them are sent: they may be as many again.
 const DATA_BYTES_MAX: usize = 1 << 20;
-
-/// A sequence of numbers that a seed determines.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 11
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
-    }
-}
 
 /// A request in flight, and the expected content of a read.
 struct Pending {
@@ -54,7 +39,7 @@ impl Model {
         println!("to repeat this: SEED={seed}");
         let blocks = usize::try_from(SIZE / 4096).unwrap();
         Model {
-            random: Random(seed | 1),
+            random: Random::new(seed),
             bytes: vec![0; blocks * 4096],
             pending: HashMap::new(),
             busy: vec![false; blocks],
@@ -99,7 +84,7 @@ impl Model {
         let Some((start, end)) = self.free_range(sectors) else { return };
         let data = match opcode {
             Opcode::Read => self.bytes[start..end].to_vec(),
-            Opcode::Write => pattern(self.random.next(), end - start),
+            Opcode::Write => pattern(self.random.below(1 << 32), end - start),
             _ => vec![0; end - start],
         };
         let flags =

@@ -1,6 +1,5 @@
 //! A cluster of certificates, and clients of a node API with TLS.
 
-use std::net::TcpListener;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
@@ -49,11 +48,6 @@ impl Cluster {
         std::fs::create_dir_all(tls_dir).unwrap();
         shorthorn_pki::store(&tls_dir.join("agent.pem"), &self.bundle(role)).unwrap();
     }
-}
-
-/// Returns a port that is free at this moment.
-pub fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
 /// A connection to the node `expected` with the certificate of `bundle`.

@@ -2,22 +2,13 @@
 
 use std::time::Duration;
 
+use shorthorn_testkit::Random;
 use tokio::time::{Instant, sleep};
 use tonic::Code;
 
 use crate::caller;
 use crate::support::cluster::{Cluster, LIMIT};
 use crate::support::csi::*;
-
-/// A small generator, so that a failing run can be repeated.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % end
-    }
-}
 
 /// Makes a call while the controller is killed under it once or twice; repeats it until it works.
 async fn under_fire<F: Future<Output = Code> + Send + 'static>(
@@ -51,7 +42,7 @@ async fn under_fire<F: Future<Output = Code> + Send + 'static>(
 async fn a_call_whose_controller_is_killed_is_repeated_to_the_same_end() {
     let mut cluster = Cluster::start(&["a", "b", "c"]).await;
     for seed in 1..=4 {
-        let mut random = Random(seed);
+        let mut random = Random::new(seed);
         let name = format!("Volume {seed}");
         let request = create(&name);
         under_fire(&mut cluster, &mut random, "create", |mut csi| {

@@ -1,5 +1,6 @@
 //! The shared parts of the tests of several crates. They are the built programs, an NBD client, a client of
-//! metrics and health, a counting allocator, waits for conditions, loop devices, and the documentation.
+//! metrics and health, a counting allocator, waits for conditions, random numbers of a seed, free ports, loop
+//! devices, and the documentation.
 
 mod allocations;
 mod binaries;
@@ -7,7 +8,11 @@ pub mod devices;
 pub mod docs;
 pub mod metrics;
 pub mod nbd;
+mod ports;
+mod random;
 pub mod waiting;
 
 pub use allocations::CountingAllocator;
 pub use binaries::binary;
+pub use ports::free_port;
+pub use random::Random;

@@ -1,7 +1,7 @@
 //! A host that joins the controller of plain hosts.
 
 use anyhow::{Context, Result, ensure};
-use shorthorn_tests::apiserver::free_port;
+use shorthorn_testkit::free_port;
 use shorthorn_tests::ensure_has;
 use shorthorn_tests::hosts::{Hosts, agent_url, name};
 

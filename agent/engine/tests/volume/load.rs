@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
+use shorthorn_testkit::Random;
 use shorthorn_testkit::nbd::Nbd;
 
 use crate::LIMIT;
@@ -33,12 +34,12 @@ impl Load {
             let (stop, written, socket) = (Arc::clone(&stop), Arc::clone(&written), volume.frontend());
             thread::spawn(move || {
                 let mut nbd = Nbd::connect(&socket, "v1").unwrap();
-                let mut random = Random(seed * WRITERS + number + 1);
+                let mut random = Random::new(seed * WRITERS + number + 1);
                 let mut model = std::collections::BTreeMap::new();
                 while !stop.load(Ordering::Relaxed) {
-                    let count = 1 + random.next() % 8;
-                    let first = random.next() % (blocks - count);
-                    let fill = u8::try_from(random.next() % 256).unwrap();
+                    let count = 1 + random.below(8);
+                    let first = random.below(blocks - count);
+                    let fill = u8::try_from(random.below(256)).unwrap();
                     let offset = (number * blocks + first) * BLOCK;
                     let data = vec![fill; usize::try_from(count * BLOCK).unwrap()];
                     if nbd.write(offset, &data).is_err() {
@@ -89,17 +90,5 @@ impl Load {
         for writer in self.writers {
             let _ = writer.join().unwrap();
         }
-    }
-}
-
-/// A small generator of our own (xorshift): the same numbers for the same seed, for ever.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 >> 8
     }
 }

@@ -23,28 +23,13 @@ use shorthorn_core::{
     CopyLimits, CoreConfig, EngineCore, Event, FlightLimits, Operation, Output, PeerConfig, PeerIndex,
     PeerState, Request, ScrubConfig, SlotId,
 };
+use shorthorn_testkit::Random;
 use shorthorn_types::{ByteRange, Errno, Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
 use shorthorn_views::basis;
 
 const DEPTH: u16 = 6;
 const COPY_SLOTS: u16 = 3;
 const MAX_WRITE_UNITS: u64 = 60;
-
-/// xorshift64*: a seed is a whole run.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) % bound
-    }
-
-    fn one_in(&mut self, count: u64) -> bool {
-        self.below(count) == 0
-    }
-}
 
 /// A message that a replica was sent and has not answered.
 #[derive(Clone, Debug)]
@@ -65,7 +50,7 @@ struct Asked {
 }
 
 struct SimulatedVolume {
-    dice: Dice,
+    dice: Random,
     core: EngineCore,
     replicas: Vec<Replica>,
     attach: u64,
@@ -95,7 +80,7 @@ impl SimulatedVolume {
     fn new(seed: u64) -> SimulatedVolume {
         let first = Replica::first_view();
         let mut volume = SimulatedVolume {
-            dice: Dice(seed | 1),
+            dice: Random::new(seed | 1),
             core: EngineCore::new(&config(first, Vec::new())),
             replicas: (0..REPLICAS).map(|_| Replica::new(first)).collect(),
             attach: 0,
