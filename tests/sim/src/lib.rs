@@ -110,6 +110,10 @@ pub enum Sabotage {
     RepairsCure,
     /// A repair of a snapshot shows its data in place of zeroes that a request has written.
     RepairsUncover,
+    /// The sums that show a vanished block of a snapshot are not kept before its repair ends them.
+    HolesUnkept,
+    /// A repair ends all sums although only a page shows some rot.
+    RepairsForget,
     /// The former data of a block counts although an engine knows of its rot, and has decided for other data.
     ReportsForgotten,
     /// A source of a copy says where it has data, and not where its sums say that it had some.
@@ -228,6 +232,8 @@ pub const COVERED: &[&str] = &[
     "modifications refused beside rot",
     "repairs refused beside rot",
     "repairs beside a request that has read rot",
+    "repairs without space",
+    "repairs without sums",
     "blocks of snapshots that a source cannot read",
     "blocks of snapshots that no member can read",
     "snapshot copies cut off",

@@ -5,6 +5,8 @@
 //! requests come from there too, by a generator of its own. So a stored script survives a change of the
 //! generator of scripts, and mostly one of the simulation.
 
+mod rot;
+
 use fastrand::Rng;
 use serde::{Deserialize, Serialize};
 
@@ -151,6 +153,7 @@ impl Script {
             script.layouts = (0..REPLICAS_MAX).map(layout).collect();
         }
         script.choose_faults(&mut rng);
+        script.add_rot();
         script
     }
 

@@ -11,7 +11,9 @@ const FRESH_SECONDS: u64 = 60;
 
 /// A sabotage has to be noticed within as many seeds. The rarest one is noticed in one of some hundred.
 const SABOTAGE_SEEDS: u64 = 4000;
-const SABOTAGES: [&str; 32] = [
+const SABOTAGES: [&str; 34] = [
+    "holes-unkept",
+    "repairs-forget",
     "unread-is-final",
     "refusals-believed",
     "merged-forgotten",
@@ -143,6 +145,8 @@ fn script_for(sabotage: &str) -> Option<&'static str> {
         "reports-forgotten" => Some("rot-without-space-under-a-scrub"),
         "unread-pages" => Some("a-page-of-sums-that-is-not-in-memory"),
         "holes-unseen" => Some("blocks-that-vanish"),
+        "holes-unkept" => Some("a-repair-without-space"),
+        "repairs-forget" => Some("a-repair-beside-rot-without-a-place"),
         _ => None,
     }
 }

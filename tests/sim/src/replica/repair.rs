@@ -18,9 +18,7 @@ impl Replica {
     /// which have to stay. Returns the reason if the repair has to be refused.
     pub fn keep_zeroes(&mut self, block: u64, sabotage: Option<Sabotage>) -> Result<bool, &'static str> {
         let Some(was) = self.files.vanished_below(block) else { return Ok(false) };
-        let modifications = self.ops.values().chain(self.waiting.modifications());
-        let mut ranges = modifications.filter_map(|op| modified(&op.ask));
-        if ranges.any(|range| block_numbers(range).contains(&block)) {
+        if self.is_being_modified(block) {
             return Err("repairs refused beside a request");
         }
         if sabotage == Some(Sabotage::RepairsUncover) {
@@ -37,6 +35,10 @@ impl Replica {
         }
         let [zeroes, shown] = [Block::default(), was].map(|content| check(&content).max(1));
         let kept = self.kept_sum(block);
+        let shows_rot = !self.known_rot.has(block) && kept.is_some_and(|kept| kept != zeroes);
+        if shows_rot && sabotage != Some(Sabotage::HolesUnkept) && !self.keep_page(block) {
+            return Err("repairs refused without a place");
+        }
         match self.known_rot.decide_about_hole(block, (zeroes, shown), kept) {
             AboutHole::StaysZeroes => self.files.keep_zeroes(block),
             AboutHole::ShowsLayer => return Ok(false),
@@ -51,19 +53,43 @@ impl Replica {
     }
 
     /// Gives a block of the snapshot its former data again. Returns false if the sums beside it have been
-    /// forgotten, because their end could not be stored.
-    pub fn repair_block(&mut self, block: u64, sabotage: Option<Sabotage>) -> bool {
+    /// forgotten, because their end could not be stored. Returns the reason if the repair is refused or
+    /// fails.
+    pub fn repair_block(&mut self, block: u64, sabotage: Option<Sabotage>) -> Result<bool, &'static str> {
         let is_followed = self.end_sums_durably(block_range(block));
+        let forgets = !is_followed && self.known_rot.has_untracked();
+        if forgets && sabotage == Some(Sabotage::RepairsForget) {
+            self.forgotten_rot = self.forgotten_rot.or_else(|| self.homeless_rot());
+        } else if forgets {
+            self.heal_unknown();
+            return Err("repairs refused beside rot without a place");
+        }
         if !is_followed {
             self.forget_stored_sums();
         }
-        self.read_before_repair(block);
-        self.files.repair_below(block);
+        // The layer has a hole there.
+        let has_failed = self.full && self.files.snapshot.get(block).is_none();
+        if !has_failed {
+            self.read_before_repair(block);
+            self.files.repair_below(block);
+        }
         if sabotage == Some(Sabotage::RepairsCure) {
             self.known_rot.forget_block(block);
         }
         self.heal_unknown();
-        is_followed
+        if has_failed { Err("repairs without space") } else { Ok(is_followed) }
+    }
+
+    /// Returns a block with rot that the process has met, and that only a page shows.
+    fn homeless_rot(&self) -> Option<u64> {
+        let is_homeless = |block: &u64| self.files.is_met(*block) && !self.known_rot.has(*block);
+        self.files.rot.keys().copied().find(|block| is_homeless(block) && self.is_known_rotten(*block))
+    }
+
+    fn is_being_modified(&self, block: u64) -> bool {
+        let modifications = self.ops.values().chain(self.waiting.modifications());
+        let mut ranges = modifications.filter_map(|op| modified(&op.ask));
+        ranges.any(|range| block_numbers(range).contains(&block))
     }
 
     /// Ends the sums of the regions of `range`. Returns false if that cannot be stored now.
@@ -82,6 +108,12 @@ impl Replica {
             state.intent_log_mut().end_write(slot, true);
         }
         true
+    }
+
+    /// Returns true if pages of sets of regions can be written beside the ring.
+    pub fn can_write_pages(&self) -> bool {
+        let is_broken = self.broken.get(&Broken::Page).is_some_and(|times| *times > 0);
+        self.pages.is_empty() && !self.full_for_pages && !is_broken
     }
 
     /// Some of the running requests have read the block already.

@@ -86,6 +86,17 @@ impl Replica {
         self.known_rot.keep(page, sums);
     }
 
+    /// Keeps the sums of the page of a block. Returns false if they find no place.
+    pub(super) fn keep_page(&mut self, block: u64) -> bool {
+        let first = block / self.page_blocks * self.page_blocks;
+        let blocks = first..first + self.page_blocks;
+        let sums = self.kept_sums_of(blocks.clone());
+        let has_place = self.known_rot.keep_some(sums);
+        let rotten = blocks.filter(|block| has_place && self.is_known_rotten(*block));
+        rotten.collect::<Vec<_>>().into_iter().for_each(|block| self.files.meet(block));
+        has_place
+    }
+
     pub(super) fn forget_known_rot(&mut self) {
         self.known_rot.forget_sums([]);
         self.files.meet_none();

@@ -80,18 +80,33 @@ impl Simulation {
         if !has_source || !is_covered && !replica.is_known_rotten(block) {
             return;
         }
+        let may_be_refused = replica.known_rot.has_untracked() && !replica.can_write_pages();
+        if may_be_refused && !replica.files.has_vanished(block) {
+            // The sums have ended by then, and the scrub has just met the rot.
+            replica.know_rot(block, block_range(block), sabotage);
+        }
         if replica.has_untracked_rot(block_range(block)) {
             return self.count("repairs refused beside rot");
         }
+        let was_known = replica.is_known_rotten(block);
         let kept = match replica.keep_zeroes(block, sabotage) {
             Err(reason) => return self.count(reason),
             Ok(kept) => kept,
         };
-        let is_followed = replica.repair_block(block, sabotage);
+        let repaired = replica.repair_block(block, sabotage);
+        let is_forgotten = repaired.is_err() && was_known && !kept && !replica.is_known_rotten(block);
+        let forgotten = replica.forgotten_rot.take().or_else(|| is_forgotten.then_some(block));
         let is_beside = replica.ops.values().any(|op| op.read_before.contains_key(&block));
-        self.trace(|| format!("block {block} of the snapshot of replica {at} is repaired"));
-        self.count(if is_followed { "blocks of snapshots repaired" } else { "repairs without sums" });
-        if is_beside {
+        self.trace(|| format!("repair of block {block} of the snapshot of replica {at}: {repaired:?}"));
+        if let Some(block) = forgotten {
+            self.violate(format!("a repair of replica {at} has forgotten the rot of block {block}"));
+        }
+        self.count(match repaired {
+            Ok(true) => "blocks of snapshots repaired",
+            Ok(false) => "repairs without sums",
+            Err(reason) => reason,
+        });
+        if is_beside && repaired.is_ok() {
             self.count("repairs beside a request that has read rot");
         }
         if kept {
