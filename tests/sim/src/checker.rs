@@ -12,6 +12,18 @@ pub type Id = u32;
 
 /// The content of a sector that a disk has changed by itself.
 pub const ROT: Id = Id::MAX;
+/// The content of blocks that a disk has changed by itself once more.
+pub const ROT_AGAIN: Id = ROT - 1;
+
+/// Returns true if the sector is one that a disk has changed by itself.
+pub const fn is_rot(id: Id) -> bool {
+    id >= ROT_AGAIN
+}
+
+/// Returns true if any of the sectors is one that a disk has changed by itself.
+pub fn has_rot(sectors: &[Id]) -> bool {
+    sectors.iter().any(|id| is_rot(*id))
+}
 
 /// Microseconds of simulated time.
 pub type Micros = u64;
@@ -233,7 +245,7 @@ impl Checker {
     ) -> Result<(), String> {
         for (at, id) in ids.iter().enumerate() {
             // Unchecked reads may show it.
-            if *id == ROT {
+            if is_rot(*id) {
                 continue;
             }
             let sector = &mut self.sectors[first_sector + at];

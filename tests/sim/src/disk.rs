@@ -7,7 +7,7 @@ use shorthorn_chain::{ExtentSource, FileIndex};
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::{BLOCK_BYTES, SECTOR_BYTES};
 
-use crate::checker::{Id, ROT};
+use crate::checker::{Id, ROT, ROT_AGAIN, has_rot, is_rot};
 use crate::script::Layout;
 
 /// Sectors of a block.
@@ -81,7 +81,7 @@ impl SparseFile {
     fn replace_durable(&mut self, block: u64, content: Option<Block>) {
         self.durable.set(block, content);
         // Blocks that rot was merged into are not written any more.
-        let is_rotten = |changed: &Option<Block>| changed.is_some_and(|sectors| sectors.contains(&ROT));
+        let is_rotten = |changed: &Option<Block>| changed.is_some_and(|sectors| has_rot(&sectors));
         let changes = self.unsynced.iter_mut().filter(|(of, changed)| *of == block && is_rotten(changed));
         changes.for_each(|(_, changed)| *changed = content);
     }
@@ -223,6 +223,24 @@ impl Files {
         self.file_with(is_below).replace(block, content);
         self.rot.insert(block, Rotten::new(was, is_below));
         true
+    }
+
+    /// Changes a block that holds rot once more, so that it shows none of its former sectors. Returns false if
+    /// it holds none, or the new rot would not stay.
+    pub fn rot_again(&mut self, block: u64) -> bool {
+        let Some(rotten) = self.rot.get(&block).copied() else { return false };
+        let stays = self.head.is_final(block) && !rotten.is_lost && !rotten.shows_former;
+        let found = self.file_with(rotten.is_below).get(block);
+        let Some(found) = found.filter(|_| stays) else { return false };
+        let content = if found.contains(&ROT_AGAIN) { ROT } else { ROT_AGAIN };
+        self.file_with(rotten.is_below).replace(block, Some([content; BLOCK_SECTORS]));
+        true
+    }
+
+    /// Returns the blocks that have vanished from the head.
+    pub fn vanished_from_head(&self) -> impl Iterator<Item = u64> {
+        let in_head = self.rot.iter().filter(|(_, rotten)| !rotten.is_below);
+        in_head.map(|(block, _)| *block).filter(|block| self.has_vanished(*block))
     }
 
     /// Records that the replica has met the rot of the block.
@@ -417,9 +435,9 @@ impl Files {
                 (found.unwrap_or_default(), is_lost)
             }
         };
-        if content.contains(&ROT) {
+        if has_rot(content) {
             let mut merged = *content;
-            let rotten = merged.iter_mut().zip(was).filter(|(sector, _)| **sector == ROT);
+            let rotten = merged.iter_mut().zip(was).filter(|(sector, _)| is_rot(**sector));
             rotten.for_each(|(sector, was)| *sector = was);
             self.rot.insert(
                 block,

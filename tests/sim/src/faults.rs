@@ -50,12 +50,16 @@ pub enum Fault {
     Expand { blocks: u64 },
     /// A replica process is killed, and its sets of regions are damaged.
     RotSets { victim: usize, for_us: u64 },
-    /// A replica's disk changes up to so many blocks by itself; if they `vanish`, there are holes.
+    /// A replica's disk changes up to so many blocks by itself; if they `vanish`, there are holes. If it
+    /// strikes `anywhere`, also blocks that hold rot already, or have a sum only because of rot beside them,
+    /// and blocks of the head above a snapshot that vanish.
     RotBlocks {
         victim: usize,
         blocks: u64,
         #[serde(default)]
         vanish: bool,
+        #[serde(default)]
+        anywhere: bool,
     },
     /// A scrub repairs the snapshot of a replica for a while, beside requests.
     ScrubSnapshot { victim: usize, for_us: u64 },
@@ -208,6 +212,8 @@ impl Fault {
             Fault::Destroy { .. } => "fault: destroy replica",
             Fault::Expand { .. } => "fault: expand",
             Fault::RotSets { .. } => "fault: rot sets",
+            Fault::RotBlocks { anywhere: true, vanish: false, .. } => "fault: rot anywhere",
+            Fault::RotBlocks { anywhere: true, .. } => "fault: blocks vanish anywhere",
             Fault::RotBlocks { vanish: false, .. } => "fault: rot blocks",
             Fault::RotBlocks { .. } => "fault: blocks vanish",
             Fault::ScrubSnapshot { .. } => "fault: scrub of a snapshot",

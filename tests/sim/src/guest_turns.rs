@@ -3,7 +3,7 @@
 use shorthorn_core::{Event, Operation, Request, SlotId};
 use shorthorn_types::{ByteRange, Errno};
 
-use crate::checker::ROT;
+use crate::checker::has_rot;
 use crate::engine::DEPTH;
 use crate::guest::{Outstanding, sectors};
 use crate::occurrence::Occurrence;
@@ -161,7 +161,7 @@ impl Simulation {
                 let Some(process) = self.engines.get_mut(&engine) else { return };
                 let data = &process.buffer(id)[..range.len()];
                 // Its engine has reads verified: see `Opening::config`.
-                if engine % 2 == 1 && data.contains(&ROT) {
+                if engine % 2 == 1 && has_rot(data) {
                     return self.violate(format!("{request:?} shows rot, though it was verified"));
                 }
                 if let Err(wrong) = self.checker.read(range.start, data, request.submitted, now) {

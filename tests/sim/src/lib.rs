@@ -45,7 +45,7 @@ use shorthorn_core::{Event, PeerState, ScrubConfig};
 use shorthorn_types::{Generation, Members, Regions, ReplicaId, View, ViewId};
 use shorthorn_views::ReplicaViews;
 
-use crate::checker::{Checker, Id, ROT};
+use crate::checker::{Checker, Id, has_rot};
 use crate::disk::{BLOCK_SECTORS, Files};
 pub use crate::faults::Fault;
 use crate::guest::Guest;
@@ -96,6 +96,10 @@ pub enum Sabotage {
     RefusalsBelieved,
     /// A lost block that has other data after a restart is not lost any more.
     MergedForgotten,
+    /// A block that has vanished from the head is not compared if a snapshot has it.
+    HolesShowThrough,
+    /// The sectors that requests have merged with rot count although the disk has changed the block again.
+    StaleSectors,
     /// The first repair takes the sums of a region away, also those beside the rot.
     ForgottenRot,
     /// Known rot is forgotten before the outcome of the request that gives its block other data is known.
@@ -221,6 +225,11 @@ pub const COVERED: &[&str] = &[
     "fault: rot sets",
     "fault: rot blocks",
     "fault: blocks vanish",
+    "fault: rot anywhere",
+    "fault: blocks vanish anywhere",
+    "blocks that rot again",
+    "blocks that rot beside rot",
+    "blocks that vanish above a snapshot",
     "fault: scrub of a snapshot",
     "fault: another program",
     "regions summed",
@@ -557,7 +566,7 @@ fn compare_replicas(sim: &mut Simulation) {
         }
     }
     let flat: Vec<Id> = contents[0].1.iter().flatten().copied().collect();
-    if flat.contains(&ROT) {
+    if has_rot(&flat) {
         return sim.violate("rot is left after a scrub".to_owned());
     }
     let now = sim.now;

@@ -114,6 +114,8 @@ pub struct Replica {
     pub doubted: BTreeSet<u64>,
     /// A block that counts as lost, although a request has given it other data.
     pub stale_lost: Option<u64>,
+    /// For [`Sabotage::StaleSectors`]: the sums of the last merges of parts of blocks.
+    last_merged: BTreeMap<u64, u32>,
     /// True if the process has refused a modification, because it could not remember the rot beside it.
     pub is_refusing: bool,
     /// True while a scrub repairs the rot of the snapshot.
@@ -201,6 +203,7 @@ impl Replica {
             forgotten_rot: None,
             doubted: BTreeSet::new(),
             stale_lost: None,
+            last_merged: BTreeMap::new(),
             is_refusing: false,
             is_under_repair: false,
             saved: None,

@@ -6,6 +6,8 @@ mod power;
 mod repair;
 mod sums;
 
+pub use sums::Rotting;
+
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
@@ -17,7 +19,7 @@ use shorthorn_types::{ByteRange, Errno, Generation, Regions, ReplicaId};
 use shorthorn_wire::{LayerList, RegionsQuery};
 
 use crate::Sabotage;
-use crate::checker::{Micros, ROT};
+use crate::checker::{Micros, has_rot};
 use crate::faults::{Broken, LieAt};
 use crate::guest::sectors;
 use crate::net::{Answer, Ask, ConnId, Message};
@@ -265,7 +267,7 @@ impl Simulation {
                     })
                     .map(|block| format!("block {block} of replica {at} looks rotten and is sound"))
             }
-            (Ask::Write(range, data, _), _) if data.contains(&ROT) => {
+            (Ask::Write(range, data, _), _) if has_rot(data) => {
                 Some(format!("rot is copied to replica {at} at {range}"))
             }
             _ => None,
@@ -426,6 +428,11 @@ impl Simulation {
     fn send_extents(&mut self, at: usize, op: &Op, from_bytes: u64) {
         let replica = &mut self.replicas[at];
         replica.files.copy_covered();
+        if replica.durable.has_snapshot {
+            // A copy of the head does not find them.
+            let vanished: Vec<u64> = replica.files.vanished_from_head().collect();
+            vanished.into_iter().for_each(|block| replica.heal_or_doubt(block));
+        }
         let mut page = replica.head_extents(from_bytes);
         if replica.takes_error(Broken::Extents) {
             replica.spoil_extents(&mut page);
@@ -513,7 +520,8 @@ impl Simulation {
     /// operator.
     pub fn kill_replica(&mut self, at: usize, power: bool, for_us: Micros, rng: &mut Rng) -> bool {
         let sabotaged = self.options.sabotage == Some(Sabotage::EndUnrecorded);
-        let is_unrecorded = self.options.sabotage == Some(Sabotage::MergesUnrecorded);
+        let sabotage = self.options.sabotage;
+        let is_unrecorded = sabotage == Some(Sabotage::MergesUnrecorded);
         let replica = &self.replicas[at];
         let has_to_stay = replica.failed && !replica.may_end() && !power && !sabotaged;
         if !replica.up || has_to_stay {
@@ -530,7 +538,7 @@ impl Simulation {
         // Operations that the kernel already has may happen, or a part of them.
         for op in std::mem::take(&mut replica.ops).into_values() {
             let changes = replica.changes(&op);
-            replica.sums_are_merged(&op, &changes);
+            replica.sums_are_merged(&op, &changes, sabotage);
             if !is_unrecorded {
                 replica.record_merged(&op);
             }

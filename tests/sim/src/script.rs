@@ -259,7 +259,9 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         Kind::Destroy => Fault::Destroy { victim },
         Kind::Expand => Fault::Expand { blocks: rng.u64(1..40) },
         Kind::RotSets => Fault::RotSets { victim, for_us: rng.u64(5_000..500_000) },
-        Kind::RotBlocks => Fault::RotBlocks { victim, blocks: rng.u64(1..200), vanish: rng.bool() },
+        Kind::RotBlocks => {
+            Fault::RotBlocks { victim, blocks: rng.u64(1..200), vanish: rng.bool(), anywhere: false }
+        }
         Kind::OtherProgram => Fault::OtherProgram { victim, for_us: rng.u64(5_000..500_000) },
         Kind::LoseState => Fault::LoseState { host },
         Kind::RestoreController => return restore_controller(later_us),
@@ -305,7 +307,7 @@ fn choose_pause_us(rng: &mut Rng) -> u64 {
 
 /// Has two replicas rot, one of which cannot be read everywhere, and recreates the third one.
 fn rot_under_copy(victim: usize, partial: bool, for_us: u64, rng: &mut Rng) -> Vec<(u64, Fault)> {
-    let rot = |victim| Fault::RotBlocks { victim, blocks: 300, vanish: false };
+    let rot = |victim| Fault::RotBlocks { victim, blocks: 300, vanish: false, anywhere: false };
     let (other, gone) = ((victim + 1) % REPLICAS_MAX, (victim + 2) % REPLICAS_MAX);
     let times = rng.u32(0..4);
     let unread = Fault::BreakDisk { victim: other, what: Broken::SnapshotBlock, times, partial, for_us };
@@ -324,7 +326,7 @@ fn rot_under_copy(victim: usize, partial: bool, for_us: u64, rng: &mut Rng) -> V
 /// these take long.
 fn rot_under_scrub(victim: usize, for_us: u64, rng: &mut Rng) -> Vec<(u64, Fault)> {
     let vanish = rng.bool();
-    let rot = Fault::RotBlocks { victim, blocks: 300, vanish };
+    let rot = Fault::RotBlocks { victim, blocks: 300, vanish, anywhere: false };
     let slow = Fault::SlowDisk { victim, by_us: rng.u64(1_000..40_000), for_us };
     // Requests may make zeroes of blocks that have vanished.
     let later_us = if vanish { rng.u64(0..3_000_000) } else { 0 };

@@ -8,6 +8,7 @@ use crate::faults::Fault;
 use crate::net::{Conn, ConnId, Cut, Whom};
 use crate::occurrence::{Mend, Occurrence};
 use crate::replica::Replica;
+use crate::replica_process::Rotting;
 use crate::script::Strike;
 use crate::simulation::{Controller, Simulation};
 
@@ -125,9 +126,9 @@ impl Simulation {
                 let killed = !is_any_restored && self.kill_replica(victim, false, for_us, rng);
                 killed && self.replicas[victim].rot_sets(rng)
             }
-            Fault::RotBlocks { victim, blocks, vanish } => {
+            Fault::RotBlocks { victim, blocks, vanish, anywhere } => {
                 let victim = self.victim(victim);
-                self.rot_blocks(victim, blocks, vanish, rng)
+                self.rot_blocks(victim, blocks, Rotting { vanish, anywhere }, rng)
             }
             Fault::OtherProgram { victim, for_us } => {
                 let victim = self.victim(victim);

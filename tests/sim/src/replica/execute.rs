@@ -25,7 +25,7 @@ impl Replica {
         let breaks = self.takes_error(error);
         let answer = match &op.ask {
             Ask::CheckedRead(range) | Ask::Verify(range)
-                if !breaks && !is_unchecked && !self.rotten_blocks(*range).is_empty() =>
+                if !breaks && !is_unchecked && self.shows_rot(*range, sabotage) =>
             {
                 Answer::Error(Errno::ROTTEN)
             }
@@ -57,9 +57,18 @@ impl Replica {
         (answer, Some(error).filter(|_| breaks))
     }
 
+    /// Returns true if the replica knows that a block of `range` is rotten.
+    fn shows_rot(&self, range: ByteRange, sabotage: Option<Sabotage>) -> bool {
+        let shows_through = |block: &u64| {
+            let is_above = self.files.head.get(*block).is_none() && self.files.snapshot.get(*block).is_some();
+            sabotage == Some(Sabotage::HolesShowThrough) && is_above && self.files.has_vanished(*block)
+        };
+        self.rotten_blocks(range).iter().any(|block| !shows_through(block))
+    }
+
     pub(super) fn modify(&mut self, op: &Op, breaks: bool, sabotage: Option<Sabotage>) -> Result<(), Errno> {
         let changes = self.changes(op);
-        self.sums_are_merged(op, &changes);
+        self.sums_are_merged(op, &changes, sabotage);
         if sabotage != Some(Sabotage::MergesUnrecorded) {
             self.record_merged(op);
         }

@@ -59,7 +59,7 @@ impl Replica {
     }
 
     /// Returns true if any sum of the block counts.
-    fn is_guarded(&self, block: u64) -> bool {
+    pub fn is_guarded(&self, block: u64) -> bool {
         self.known_rot.has(block) || self.kept_sum(block).is_some()
     }
 
@@ -189,14 +189,19 @@ impl Replica {
 
     /// Records that the request has merged a part of each of these blocks with the former data; they are
     /// about to be written.
-    pub fn sums_are_merged(&mut self, op: &Op, changes: &[(u64, Option<Block>)]) {
+    pub fn sums_are_merged(&mut self, op: &Op, changes: &[(u64, Option<Block>)], sabotage: Option<Sabotage>) {
+        let is_stale = sabotage == Some(Sabotage::StaleSectors);
         let Some(range) = modified(&op.ask).filter(|_| self.known_rot.awaits(op.key())) else { return };
         for (block, content) in changes {
             if matches!(after(&op.ask, range, *block), After::Unmerged | After::PartlyZeroes { .. }) {
                 let read = op.read_before.get(block).map(|content| check(content).max(1));
                 let before = read.unwrap_or_else(|| self.sum_of(*block));
                 let after = check(&content.unwrap_or_default()).max(1);
-                self.known_rot.merged(op.key(), range, *block, (before, after));
+                let stale = self.last_merged.get(block).copied().filter(|_| is_stale);
+                self.known_rot.merged(op.key(), range, *block, (stale.unwrap_or(before), after));
+                if is_stale {
+                    self.last_merged.insert(*block, after);
+                }
             }
         }
     }
@@ -294,6 +299,14 @@ impl Replica {
             self.durable.sums.remove(&block);
         }
         self.files.heal(block);
+    }
+
+    /// Heals a block that a copy does not find. It may still look rotten.
+    pub fn heal_or_doubt(&mut self, block: u64) {
+        self.files.heal(block);
+        if self.is_known_rotten(block) {
+            self.doubted.insert(block);
+        }
     }
 
     /// Heals the regions of `range`, which all replicas give up.

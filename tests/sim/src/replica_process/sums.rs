@@ -14,9 +14,18 @@ const OPERATOR_US: std::ops::Range<Micros> = 1_000_000..5_000_000;
 /// The maximum number of regions that are summed at once.
 const REGIONS_AT_ONCE: u32 = 4;
 
+/// The blocks that rot strikes, and how.
+#[derive(Clone, Copy, Debug)]
+pub struct Rotting {
+    /// True if blocks become holes.
+    pub vanish: bool,
+    /// True if any block may be struck whose rot can be noticed.
+    pub anywhere: bool,
+}
+
 impl Simulation {
     /// The disk of a replica changes some blocks.
-    pub fn rot_blocks(&mut self, at: usize, count: u64, vanish: bool, rng: &mut Rng) -> bool {
+    pub fn rot_blocks(&mut self, at: usize, count: u64, rotting: Rotting, rng: &mut Rng) -> bool {
         let of_volume = self.guest.replicas.clone();
         let is_guest = |id: &ReplicaId| of_volume.contains(id);
         if !self.replicas[at].up || self.replicas[at].durable.rebuilding || !is_guest(&self.replicas[at].id) {
@@ -28,24 +37,46 @@ impl Simulation {
             let others = (0..self.replicas.len()).filter(|other| *other != at);
             let has_other = others.into_iter().any(|other| {
                 let other = &self.replicas[other];
-                is_guest(&other.id) && other.is_sound(block) && other.is_summed(block)
+                is_guest(&other.id) && other.is_sound(block) && (rotting.anywhere || other.is_summed(block))
             });
-            let replica = &mut self.replicas[at];
-            let has_head = replica.files.head.get(block).is_some();
-            if vanish && replica.durable.has_snapshot && has_head {
-                continue; // a reader would see the block below, and a copied head lacks it too
-            }
-            if has_other && replica.is_summed(block) && replica.files.rot(block, vanish) {
+            if has_other && self.rot_block(at, block, rotting) {
                 has_rotten = true;
-                replica.has_vanished |= vanish;
-                if replica.files.rot_below().any(|(below, _)| below == block) {
-                    self.count("blocks of snapshots that rot");
-                }
                 self.was_rotten.insert((at, block));
                 self.trace(|| format!("block {block} of replica {at} is rotten"));
             }
         }
         has_rotten
+    }
+
+    /// The disk of a replica changes a block. Returns false if that would not be noticed.
+    fn rot_block(&mut self, at: usize, block: u64, Rotting { vanish, anywhere }: Rotting) -> bool {
+        let replica = &mut self.replicas[at];
+        let is_in_head = replica.files.head.get(block).is_some();
+        let is_above = vanish && replica.durable.has_snapshot && is_in_head;
+        let (is_summed, is_guarded) = (replica.is_summed(block), anywhere && replica.is_guarded(block));
+        if is_above && !anywhere || !is_summed && !is_guarded {
+            return false; // of two blocks, a reader would see the one below
+        }
+        if is_guarded && !vanish && replica.files.rot_again(block) {
+            self.count("blocks that rot again");
+            return true;
+        }
+        if !replica.files.rot(block, vanish) {
+            return false;
+        }
+        if anywhere && !replica.is_known_rotten(block) {
+            replica.files.heal(block); // it shows the data of a request that has failed
+            return false;
+        }
+        replica.has_vanished |= vanish;
+        let is_below = replica.files.rot_below().any(|(below, _)| below == block);
+        let kinds = [
+            (is_below, "blocks of snapshots that rot"),
+            (is_above, "blocks that vanish above a snapshot"),
+            (!is_summed, "blocks that rot beside rot"),
+        ];
+        kinds.into_iter().filter(|(is_it, _)| *is_it).for_each(|(_, kind)| self.count(kind));
+        true
     }
 
     /// Records that no member can give `range`, as far as an engine knows: it is copied unchanged.
@@ -76,12 +107,7 @@ impl Simulation {
         let replica = &mut self.replicas[at];
         // A full copy does not look where a layer has no data.
         let vanished: Vec<u64> = replica.files.vanished().collect();
-        for block in vanished {
-            replica.files.heal(block);
-            if replica.is_known_rotten(block) {
-                replica.doubted.insert(block);
-            }
-        }
+        vanished.into_iter().for_each(|block| replica.heal_or_doubt(block));
         let below: Vec<u64> = replica.files.rot_below().map(|(block, _)| block).collect();
         let unknown = below.into_iter().filter(|block| !is_unchecked && !replica.is_known_rotten(*block));
         unknown.collect::<Vec<_>>().into_iter().for_each(|block| replica.files.heal(block));
@@ -150,7 +176,7 @@ impl Simulation {
         }
         let replica = &mut self.replicas[at];
         replica.know_lost(None);
-        let is_rotten = |block: &u64| file.get(*block).is_some_and(|sectors| sectors.contains(&ROT));
+        let is_rotten = |block: &u64| file.get(*block).is_some_and(|sectors| has_rot(&sectors));
         let is_reported = |block: &u64| lost.iter().any(|(lost, _)| lost == block);
         if let Some(block) = blocks.clone().find(|block| is_rotten(block) && !is_reported(block)) {
             self.violate(format!("rot is copied to replica {at} in block {block} of its snapshot"));
