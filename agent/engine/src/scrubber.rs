@@ -17,10 +17,11 @@ use std::time::{Duration, Instant};
 
 use shorthorn_control::ScrubCommand;
 use shorthorn_core::{
-    MemberChecksums, PeerIndex, ReplicaChecksums, ScrubResult, compare_checksums, sum_to_keep,
+    MemberChecksums, PeerIndex, ReplicaChecksums, SUM_OF_NO_BLOCKS, ScrubResult, compare_checksums,
+    sum_to_keep,
 };
 use shorthorn_types::ByteRange;
-use shorthorn_wire::{LayerCheck, LayerList, LayerRange, SUM_PIECE_BYTES};
+use shorthorn_wire::{EMPTY_SUM, LayerCheck, LayerList, LayerRange, SUM_PIECE_BYTES};
 
 use crate::connection::ConnectError;
 use crate::context::EngineContext;
@@ -34,6 +35,7 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 /// The interval at which a scrub looks whether the one before it has ended.
 const TURN_INTERVAL: Duration = Duration::from_millis(100);
 const STACK_BYTES: usize = 256 << 10;
+const _: () = assert!(EMPTY_SUM == SUM_OF_NO_BLOCKS);
 
 /// A scrub of the snapshots that is under way. It stops soon after this is dropped.
 #[derive(Debug)]

@@ -6,6 +6,9 @@
 
 use crate::membership::PeerIndex;
 
+/// The sum of a piece in which a layer has no blocks.
+pub const SUM_OF_NO_BLOCKS: u32 = 1;
+
 /// The checksums of the data of one member in a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReplicaChecksums {
@@ -70,8 +73,18 @@ pub fn compare_checksums(member_checksums: &[MemberChecksums]) -> ScrubResult {
         };
     }
     let sound: Vec<&MemberChecksums> =
-        member_checksums.iter().filter(|(_, checksums)| checksums.is_sound()).collect();
+        member_checksums.iter().filter(|(_, checksums)| is_proven(member_checksums, checksums)).collect();
     if sound.is_empty() { by_majority(member_checksums) } else { by_kept_sums(member_checksums, &sound) }
+}
+
+/// Returns true if a kept sum proves the data of this member: its own, or that of another one if it has kept
+/// none. The other one may have rot by now. The sum of a piece without blocks proves nothing about another
+/// member, which may have data in a layer where that one has none.
+fn is_proven(member_checksums: &[MemberChecksums], checksums: &ReplicaChecksums) -> bool {
+    let is_kept = |(_, other): &MemberChecksums| other.kept == checksums.sum;
+    let is_kept_elsewhere = || member_checksums.iter().any(is_kept);
+    let has_blocks = checksums.sum.is_some_and(|sum| sum != SUM_OF_NO_BLOCKS);
+    checksums.is_sound() || has_blocks && checksums.kept.is_none() && is_kept_elsewhere()
 }
 
 fn agree(member_checksums: &[MemberChecksums]) -> bool {
@@ -85,8 +98,7 @@ fn agree(member_checksums: &[MemberChecksums]) -> bool {
 fn by_kept_sums(member_checksums: &[MemberChecksums], sound: &[&MemberChecksums]) -> ScrubResult {
     let mut odd = Vec::new();
     for (peer, checksums) in member_checksums {
-        let is_as_a_sound_one = sound.iter().any(|(_, other)| other.sum == checksums.sum);
-        if checksums.is_sound() || (checksums.kept.is_none() && is_as_a_sound_one) {
+        if is_proven(member_checksums, checksums) {
             continue;
         }
         // A member without a kept sum may hold the same in another layer.
@@ -154,12 +166,16 @@ pub fn sum_to_keep(
     let is_confirmed = match scrub_result {
         ScrubResult::Equal => member_checksums.len() >= 2,
         ScrubResult::Odd { odd, .. } => {
-            !odd.contains(&peer) && (checksums.is_sound() || member_checksums.len() - odd.len() >= 2)
+            let is_proven = is_proven(member_checksums, checksums);
+            !odd.contains(&peer) && (is_proven || member_checksums.len() - odd.len() >= 2)
         }
         ScrubResult::LookFurther | ScrubResult::Undecided(_) => false,
     };
     if is_confirmed { checksums.sum } else { checksums.kept }
 }
+
+#[cfg(test)]
+mod model;
 
 #[cfg(test)]
 mod tests {
@@ -203,7 +219,7 @@ mod tests {
 
     #[test]
     fn of_a_layer_a_kept_sum_is_right() {
-        let cases: [(&str, Members<'_>, ScrubResult); 18] = [
+        let cases: [(&str, Members<'_>, ScrubResult); 21] = [
             ("two, one as it was", &[(1, 1, NONE), (2, 1, NONE)], odd(&[1], &[0])),
             ("two, the first one rotten", &[(2, 1, NONE), (1, 1, NONE)], odd(&[0], &[1])),
             ("the minority is as it was", &[(2, 1, NONE), (2, 1, NONE), (1, 1, NONE)], odd(&[0, 1], &[2])),
@@ -215,6 +231,9 @@ mod tests {
             ("a new one is not", &[(1, 1, NONE), (2, NONE, NONE)], ScrubResult::LookFurther),
             ("a new one that shows the same", &[(1, 1, 7), (2, NONE, 7)], ScrubResult::Equal),
             ("a new one that shows something else", &[(1, 1, 7), (2, NONE, 8)], odd(&[1], &[0])),
+            ("a new one as the first was", &[(2, 9, 2), (9, NONE, 9), (2, NONE, 2)], odd(&[0, 2], &[1])),
+            ("of two", &[(2, 9, 2), (9, NONE, 9)], odd(&[0], &[1])),
+            ("a new one has no blocks", &[(2, 1, 2), (1, NONE, 1), (2, NONE, 2)], odd(&[1], &[0, 2])),
             ("both agree against a kept sum", &[(2, 1, NONE), (2, 1, NONE)], ScrubResult::Equal),
             ("a copy of the rot", &[(2, 1, NONE), (2, NONE, NONE)], ScrubResult::Undecided(vec![0])),
             ("and another one", &[(2, NONE, 2), (2, 1, 2), (2, NONE, 2)], ScrubResult::Undecided(vec![1])),
@@ -260,6 +279,7 @@ mod tests {
             scrub_result(&[(1, NONE, 7), (2, NONE, 8), (NONE, 1, NONE)]),
             ScrubResult::Undecided(vec![0, 1, 2])
         );
+        assert_eq!(scrub_result(&[(9, NONE, 7), (2, NONE, 8), (NONE, 9, NONE)]), odd(&[1, 2], &[0]));
         assert_eq!(scrub_result(&[(NONE, 1, NONE), (NONE, 1, NONE)]), ScrubResult::Undecided(vec![0, 1]));
         assert_eq!(scrub_result(&[(NONE, NONE, NONE)]), ScrubResult::Undecided(vec![0]));
     }
@@ -289,5 +309,6 @@ mod tests {
         assert_eq!(kept(&[(1, NONE), (NONE, NONE)]), [NONE, NONE]);
         assert_eq!(kept(&[(2, 1), (2, 1)]), [2, 2], "both agree on what came after");
         assert_eq!(kept(&[(2, 1), (2, NONE)]), [1, NONE], "the second may be a copy of the first");
+        assert_eq!(kept(&[(2, 9), (9, NONE), (2, NONE)]), [9, 9, NONE], "the first one says so");
     }
 }
