@@ -100,6 +100,8 @@ pub enum Sabotage {
     HolesShowThrough,
     /// The sectors that requests have merged with rot count although the disk has changed the block again.
     StaleSectors,
+    /// A source that cannot read many blocks is never the source again.
+    NoSecondTurn,
     /// The first repair takes the sums of a region away, also those beside the rot.
     ForgottenRot,
     /// Known rot is forgotten before the outcome of the request that gives its block other data is known.
@@ -245,6 +247,8 @@ pub const COVERED: &[&str] = &[
     "repairs without sums",
     "blocks of snapshots that a source cannot read",
     "blocks of snapshots that no member can read",
+    "sources without a limit",
+    "sources that read too little",
     "snapshot copies cut off",
     "snapshots kept by copies",
     "error: block of a snapshot",

@@ -32,7 +32,7 @@ pub use offenders::{BadSources, Offenders};
 pub use open::{
     Grant, NotOpen, Opened, OpeningEngine, Proposal, Reached, Volume, conclude, open, propose_to,
 };
-pub use other_member::BlockSearch;
+pub use other_member::{BlockSearch, UNREAD_MAX};
 pub use out_of_sync_sets::{forget_in_vain, give_up};
 pub use rebuild::{OTHER_RUN, RebuildError, ReplicaRebuild, SOURCE_HAS_LEFT, Source, rebuild};
 pub use serving::{Address, KnownPeer, PendingView, ServingEngine, members};

@@ -8,7 +8,7 @@ use crate::rebuild::{RebuildError, SOURCE_HAS_LEFT, Source};
 /// The maximum number of blocks of one attempt that a source may be unable to read. With more, the next
 /// attempt reads another member: a disk that fails everywhere is not a source. A source that had failed
 /// before has no limit, because the others had their turns.
-const UNREAD_MAX: u32 = 256;
+pub const UNREAD_MAX: u32 = 256;
 /// The purpose of the requests to the other members.
 const READING_OTHER: &str = "reading a block that the source of the copy cannot give";
 

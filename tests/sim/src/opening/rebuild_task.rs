@@ -1,11 +1,12 @@
 //! The rebuild tasks: each brings one replica back, in the steps of [`shorthorn_recovery::rebuild`].
 
+use std::cell::Cell;
 use std::ops::Range;
 
 use shorthorn_core::PeerIndex;
 use shorthorn_recovery::{
     Address, BadSources, BlockSearch, KnownPeer, LinkError, OTHER_RUN, PendingView, RebuildError,
-    ReplicaRebuild, SOURCE_HAS_LEFT, Source, forget_in_vain, rebuild,
+    ReplicaRebuild, SOURCE_HAS_LEFT, Source, UNREAD_MAX, forget_in_vain, rebuild,
 };
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
@@ -16,6 +17,8 @@ use super::*;
 use crate::disk::SparseFile;
 use crate::net::RottenBlock;
 
+/// The number of blocks that a source may be unable to read in an attempt, unless it has failed before.
+const UNREAD_LEFT: u32 = 3;
 /// The number of pieces in which a snapshot is copied.
 const SNAPSHOT_PIECES: u64 = 4;
 
@@ -33,7 +36,10 @@ impl Process {
                 if self.sim.borrow().options.sabotage == Some(Sabotage::FirstSource) {
                     bad_sources = BadSources::default();
                 }
-                let rebuilt = rebuild(&Rebuild { process: self, peer, replica }, &mut bad_sources).await;
+                // A snapshot has few blocks here.
+                let unread = Cell::new(UNREAD_MAX - UNREAD_LEFT);
+                let attempt = Rebuild { process: self, peer, replica, unread };
+                let rebuilt = rebuild(&attempt, &mut bad_sources).await;
                 self.set_rebuilding(peer, false);
                 match rebuilt {
                     Ok(()) => break,
@@ -256,6 +262,8 @@ struct Rebuild<'a> {
     process: &'a Process,
     peer: usize,
     replica: ReplicaId,
+    /// The number of blocks that the source could not read: see [`BlockSearch::after`].
+    unread: Cell<u32>,
 }
 
 impl Rebuild<'_> {
@@ -271,7 +279,17 @@ impl Rebuild<'_> {
         let sabotage = self.process.sim.borrow().options.sabotage;
         let is_sabotaged = sabotage == Some(Sabotage::OthersUnread);
         let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY);
-        let mut search = BlockSearch::after(source, range, error, &mut 0)?;
+        let mut unread = self.unread.get();
+        let mut judged = source;
+        judged.has_failed &= sabotage != Some(Sabotage::NoSecondTurn);
+        let search = BlockSearch::after(judged, range, error, &mut unread);
+        self.unread.set(unread);
+        if unread > UNREAD_MAX {
+            let what =
+                if source.has_failed { "sources without a limit" } else { "sources that read too little" };
+            self.process.sim.borrow_mut().count(what);
+        }
+        let mut search = search?;
         for other in others.iter().filter(|_| !is_sabotaged) {
             let read = self.process.with_line(other.address, Ask::ReadSnapshotBlock(block)).await;
             let content = match read {
