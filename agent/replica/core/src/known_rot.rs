@@ -415,6 +415,17 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         Some(!may_get && !known.may_have(found))
     }
 
+    /// Returns true if the block has the correct former data, and no request may have given it other data.
+    #[must_use]
+    pub fn confirms(&self, block: u64, found: u32) -> bool {
+        self.blocks.get(&block).is_some_and(|known| {
+            known.former == Some(found)
+                && known.failed.is_empty()
+                && known.change.is_none()
+                && !known.is_reported
+        })
+    }
+
     /// The sum to store for a block that has this one now: rot keeps the sum of the correct data, and a lost
     /// block gets one that its data does not have.
     #[must_use]

@@ -115,7 +115,7 @@ impl Executor {
 
     /// Returns true if a reader sees this file's data in the block, or zeroes because no file has it. It may
     /// have vanished from each of them.
-    fn is_seen_in(&mut self, file: FileIndex, block: ByteRange) -> bool {
+    pub(super) fn is_seen_in(&mut self, file: FileIndex, block: ByteRange) -> bool {
         let mut segments = std::mem::take(&mut self.segments);
         segments.clear();
         let is_planned = self.store.plan_read(block, &mut segments).is_ok();

@@ -64,19 +64,13 @@ impl Executor {
         // Blocks that the repair removes from the layer read as zeroes, also if it fails after that.
         self.requests.void_plans();
         self.zero_jobs.void_reads();
-        let is_followed = self.end_sums_in(range);
-        if !is_followed && self.block_sums.known.has_untracked() {
-            return Err(ReplicaError::UntrackedRot(range));
-        }
-        let repaired = match is_followed {
-            true => self.store.repair_layer(image, range, &runs, data),
-            false => {
-                // The data that a reader sees there may have been summed with the rot in it.
-                self.store.forget_block_sums()?;
-                let repaired = self.store.repair_layer(image, range, &runs, data);
-                self.renew_stored_sums()?;
-                repaired
-            }
+        let repaired = match self.sums_prove(image, range, &runs, data)? {
+            // A crash or a failure may leave a block half written: its sum has to reveal that.
+            true => self.store.repair_layer(image, range, &runs, data).inspect(|()| {
+                // They are right for the repaired data: it does not matter if they still count on the disk.
+                let _ = self.end_sums_in(range);
+            }),
+            false => self.patch_without_sums(image, range, &runs, data)?,
         };
         self.read_again(ring);
         // The store has removed those of the layers above if a block has come back.
@@ -84,6 +78,67 @@ impl Executor {
         repaired?;
         tracing::warn!(image, %range, bytes = data.len(), "a snapshot's layer was repaired");
         Ok(())
+    }
+
+    /// Repairs the layer after the sums of the range have ended.
+    fn patch_without_sums(
+        &mut self,
+        image: &str,
+        range: ByteRange,
+        runs: &[ByteRange],
+        data: &[u8],
+    ) -> Result<Result<(), StoreError>, ReplicaError> {
+        if self.end_sums_in(range) {
+            return Ok(self.store.repair_layer(image, range, runs, data));
+        }
+        if self.block_sums.known.has_untracked() {
+            return Err(ReplicaError::UntrackedRot(range));
+        }
+        // The data that a reader sees there may have been summed with the rot in it.
+        self.store.forget_block_sums()?;
+        let repaired = self.store.repair_layer(image, range, runs, data);
+        self.renew_stored_sums()?;
+        Ok(repaired)
+    }
+
+    /// Returns true if each block that a reader sees, and that the repair may change, has a sum of the new
+    /// data. These sums count also after a crash.
+    fn sums_prove(
+        &mut self,
+        image: &str,
+        range: ByteRange,
+        runs: &[ByteRange],
+        mut data: &[u8],
+    ) -> Result<bool, ReplicaError> {
+        // Regions that were summed lately may not count on the disk yet.
+        if !self.marks.is_idle() || self.write_all_pages().is_err() {
+            return Ok(false);
+        }
+        let file = self.store.snapshot_layer(image).ok_or_else(|| no_layer(image))?;
+        let present = self.store.layer_blocks(file, range)?;
+        let is_in = |runs: &[ByteRange], block| runs.iter().any(|run| run.overlaps(block));
+        for block in block_ranges(range) {
+            let sum = match is_in(runs, block) {
+                true => {
+                    let Some((content, rest)) = data.split_at_checked(length_of(block)) else { break };
+                    data = rest;
+                    Some(sum_of_data(content))
+                }
+                false if is_in(&present, block) => None,
+                false => continue, // it stays a hole
+            };
+            let is_proven = sum.is_some_and(|sum| self.counts_on_disk(block, sum));
+            if !is_proven && self.is_seen_in(file, block) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Returns true if this is the sum of the block, and counts. The page with it may not be in memory.
+    fn counts_on_disk(&self, block: ByteRange, sum: u32) -> bool {
+        let is_known = || self.block_sums.known.confirms(number_of(block), sum);
+        self.is_summed(block) && (self.kept_sum(block) == sum || is_known())
     }
 
     /// Repeats the reads that wait for pages of sums to be compared: the sums that would have shown rot in

@@ -27,6 +27,10 @@ fn check_layer(client: &mut Client) -> LayerCheck {
 
 /// Repairs so many blocks of the snapshot, from block 3 on.
 fn repair_below(client: &mut Client, blocks: u32) {
+    assert_eq!(try_repair_below(client, blocks), 0);
+}
+
+fn try_repair_below(client: &mut Client, blocks: u32) -> i32 {
     let (offset_bytes, length_bytes) = (3 * BLOCK, blocks * 4096);
     let patch =
         LayerPatch { image: SNAPSHOT.to_owned(), offset_bytes, length_bytes, runs: vec![(0, blocks)] };
@@ -34,7 +38,7 @@ fn repair_below(client: &mut Client, blocks: u32) {
     let (header, text) = encode_patch(7001, &patch, data);
     let bytes = [&client.encode(&header)[..], &text].concat();
     client.raw(&bytes);
-    assert_eq!(client.receive().unwrap().0.status, 0);
+    client.receive().unwrap().0.status
 }
 
 /// Rot in a snapshot is reported to copies and comparisons, but not in blocks that a reader does not see
@@ -94,6 +98,26 @@ fn a_repair_of_a_snapshot_leaves_the_sums_of_other_regions() {
     assert!(is_summed(&spec, SIZE, 1) && is_summed(&spec, SIZE, 2));
     assert_eq!(verify(&mut client, 40 * BLOCK, BLOCK), Err(ROTTEN), "of another region");
     assert_eq!(verify(&mut client, 48 * BLOCK, 16 * BLOCK).map(drop), Ok(()));
+}
+
+/// A repair may end half done, with the process. The next one knows only the disk.
+#[test]
+fn rot_is_known_after_a_crash_in_its_repair() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (mut replica, mut client) = with_snapshot(&spec);
+    rot_below(&spec, 3);
+    assert_eq!(check_layer(&mut client).sum, None);
+    let (layer, elsewhere) = (spec.directory.join(SNAPSHOT), base.path().join("elsewhere"));
+    std::fs::rename(&layer, &elsewhere).unwrap();
+    assert_ne!(try_repair_below(&mut client, 1), 0);
+    replica.kill();
+    std::fs::rename(&elsewhere, &layer).unwrap();
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(2));
+    assert_eq!(verify(&mut client, 3 * BLOCK, BLOCK), Err(ROTTEN));
+    repair_below(&mut client, 1);
+    assert_eq!(verify(&mut client, 0, 65536).map(drop), Ok(()));
 }
 
 /// A block has vanished from the head, so that a reader sees the block below it. The repair of another block

@@ -39,6 +39,24 @@ fn a_sum_is_known_until_its_block_gets_other_data() {
     assert!(!known.has(3));
 }
 
+#[test]
+fn a_sum_confirms_a_block_unless_it_may_have_other_data() {
+    let mut known = known();
+    assert_eq!([70, 71].map(|sum| known.confirms(4, sum)), [true, false]);
+    assert!(!known.confirms(9, 70), "it is not known");
+    known.modified(1, 4, After::Sum(80));
+    assert!(!known.confirms(4, 70), "a request is modifying it");
+    known.ended(1, false);
+    assert!(
+        !known.confirms(4, 70) && !known.confirms(4, 80),
+        "other members may have the data of the request"
+    );
+    known.reported(5);
+    assert!(!known.confirms(5, 70), "other members decide");
+    known.keep_lost([6]);
+    assert!(!known.confirms(6, 70));
+}
+
 /// A repair may fail, because the disk is full.
 #[test]
 fn a_sum_stays_known_if_its_block_gets_the_data_that_it_stands_for() {

@@ -405,6 +405,30 @@ fn a_block_that_has_vanished_stays_known_as_rot_if_its_repair_fails() {
     assert_eq!((is_rotten(&executor)[1], shown(&mut executor)), (Some(false), former));
 }
 
+/// A repair that fails, or a crash in it, may leave half of the block written.
+#[test]
+fn the_sum_of_a_block_counts_until_its_repair_is_durable() {
+    for (byte, is_summed) in [(7, true), (8, false)] {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("replica");
+        let (mut executor, patch) = with_rot_below(&path);
+        let mut ring = Ring::new(64).unwrap();
+        sum_region(&mut executor, sum_of_data(&[7; 4096]), &mut ring);
+        let block = ByteRange::new(BLOCK * BLOCK_BYTES, BLOCK_BYTES).unwrap();
+        let (layer, elsewhere) = (path.join(&patch.image), temp.path().join("layer"));
+        std::fs::rename(&layer, &elsewhere).unwrap();
+        executor.repair_layer(&patch, &[byte; 4096], &mut ring).unwrap_err();
+        assert_eq!(executor.is_summed(block), is_summed, "{byte}");
+        std::fs::rename(&elsewhere, &layer).unwrap();
+        executor.repair_layer(&patch, &[byte; 4096], &mut ring).unwrap();
+        assert_eq!(shown(&mut executor), sum_of_data(&[byte; 4096]));
+        assert!(
+            !executor.is_summed(block),
+            "the region is summed again, which frees the places of its blocks"
+        );
+    }
+}
+
 #[test]
 fn a_repair_looks_at_all_pages_of_the_regions_that_it_touches() {
     let block = ByteRange::new(9 << 20, BLOCK_BYTES).unwrap();
