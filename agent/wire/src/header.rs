@@ -144,7 +144,8 @@ impl Flags {
     /// The write is durable before it is answered.
     pub const FUA: Flags = Flags(1);
     /// The replica answers the read with [`Errno::ROTTEN`] if it knows that its data differs from the
-    /// stored data.
+    /// stored data. In the answer to VERIFY, or to a READ_LAYER with this flag: each block matches a checksum
+    /// that counts. Earlier replicas never answer so.
     pub const CHECKED: Flags = Flags(2);
     /// The data of a write, or of the write of a layer, is rot: no member has the stored data. The replica
     /// has to record it as rot.

@@ -7,7 +7,7 @@
 use shorthorn_ring::Ring;
 use shorthorn_store::{BlockSource, FileIndex, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, block_sum};
 use shorthorn_types::{ByteRange, Errno};
-use shorthorn_wire::Opcode;
+use shorthorn_wire::{Header, Opcode};
 
 use super::Executor;
 use super::block::{block_ranges, number_in_page, number_of};
@@ -37,6 +37,10 @@ impl Executor {
             return false;
         }
         let rotten = if wants_check { self.rotten_block(slot) } else { None };
+        if wants_check && rotten.is_none() {
+            let is_confirmed = self.confirms_all(slot);
+            self.requests.set_confirmed(slot, is_confirmed);
+        }
         self.requests.end_check(slot);
         if let Some(block) = rotten {
             self.know_rot(block);
@@ -62,6 +66,11 @@ impl Executor {
                 block_ranges(blocks).for_each(|block| self.block_sums.known.found_sound(number_of(block)))
             }
         }
+    }
+
+    /// Returns true if each block of the read data in the slot matches a sum that counts.
+    pub fn is_confirmed(&self, slot: u16) -> bool {
+        self.work(slot).is_confirmed
     }
 
     /// Returns the pages with the sums of the blocks in the slot.
@@ -105,12 +114,44 @@ impl Executor {
         let Work { header, blocks, checked, .. } = *self.work(slot);
         let layer = match header.opcode {
             Opcode::CheckLayer => Some(checked?.file()),
-            Opcode::ReadLayer => Some(layer_of(&header).ok().and_then(|layer| self.store.layer_file(layer))?),
+            Opcode::ReadLayer => Some(self.layer_that_is_read(&header)?),
             _ => None,
         };
         block_ranges(blocks).find(|block| {
             self.is_rotten(slot, blocks, *block) && layer.is_none_or(|layer| self.is_seen_in(layer, *block))
         })
+    }
+
+    /// Returns true if each block in the slot, none of which is rotten, has a sum that counts. Only answers
+    /// that a scrub compares say so.
+    fn confirms_all(&mut self, slot: u16) -> bool {
+        let Work { header, blocks, .. } = *self.work(slot);
+        let layer = match header.opcode {
+            Opcode::Verify => None,
+            Opcode::ReadLayer => match self.layer_that_is_read(&header) {
+                None => return false,
+                layer => layer,
+            },
+            _ => return false,
+        };
+        block_ranges(blocks).all(|block| {
+            self.is_block_confirmed(slot, blocks, block)
+                && layer.is_none_or(|layer| self.is_seen_in(layer, block))
+        })
+    }
+
+    fn layer_that_is_read(&self, header: &Header) -> Option<FileIndex> {
+        layer_of(header).ok().and_then(|layer| self.store.layer_file(layer))
+    }
+
+    /// Returns true if a sum that counts has decided that the block is not rotten.
+    fn is_block_confirmed(&self, slot: u16, blocks: ByteRange, block: ByteRange) -> bool {
+        let number = number_of(block);
+        if self.block_sums.known.has(number) {
+            let found = block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
+            return self.block_sums.known.confirms(number, found);
+        }
+        self.kept_sum(block) != SUM_UNKNOWN
     }
 
     /// Returns true if a reader sees this file's data in the block, or zeroes because no file has it. It may

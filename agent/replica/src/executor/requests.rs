@@ -23,6 +23,8 @@ pub(super) struct Work {
     pub checked: Option<Checked>,
     /// True if the read data has to be compared with the sums of its blocks.
     pub wants_check: bool,
+    /// True if each block of the read data matches a sum that counts.
+    pub is_confirmed: bool,
     /// The page of sums up to which the rot beside a modification is known to be kept.
     pub kept_before: u64,
     /// True if the layers have changed since the operations in the kernel were planned.
@@ -36,6 +38,7 @@ const NOTHING: Work = Work {
     failure: None,
     checked: None,
     wants_check: false,
+    is_confirmed: false,
     kept_before: 0,
     is_void: false,
 };
@@ -133,6 +136,11 @@ impl Requests {
         if std::mem::take(&mut self.get_mut(slot).wants_check) {
             self.checks -= 1;
         }
+    }
+
+    /// Records whether each block of the read data matches a sum that counts.
+    pub fn set_confirmed(&mut self, slot: u16, is_confirmed: bool) {
+        self.get_mut(slot).is_confirmed = is_confirmed;
     }
 
     /// Ends the checks of reads that overlap a modification of `range`.

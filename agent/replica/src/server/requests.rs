@@ -5,7 +5,7 @@ use serde::de::DeserializeOwned;
 use shorthorn_ring::{Completion, Received};
 use shorthorn_types::limits::MAX_IO_BYTES;
 use shorthorn_types::{Errno, Generation};
-use shorthorn_wire::{HEADER_BYTES, Header, Opcode, Refusal, decode_text, encode_text};
+use shorthorn_wire::{Flags, HEADER_BYTES, Header, Opcode, Refusal, decode_text, encode_text};
 
 use super::Server;
 use crate::error::ReplicaError;
@@ -202,6 +202,9 @@ impl Server {
             let data = self.executor.payload(slot);
             response.data_check = data.crc32c();
             payload = Some(data).filter(|_| response.data_bytes() > 0);
+            if self.executor.is_confirmed(slot) {
+                response.flags = response.flags.with(Flags::CHECKED);
+            }
         }
         if header.opcode == Opcode::Ping && outcome.is_ok() {
             response.data_check = self.executor.free_mib();

@@ -141,3 +141,42 @@ fn a_repair_of_a_snapshot_leaves_rot_of_the_head_known() {
     assert_eq!(read_checked(&mut client, 5 * BLOCK, BLOCK), Err(ROTTEN), "it is older data");
     assert_eq!(read_checked(&mut client, 6 * BLOCK, BLOCK).map(drop), Ok(()));
 }
+
+/// A scrub believes a member that its checksums confirm more than others.
+#[test]
+fn an_answer_says_if_checksums_confirm_all_of_it() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (_replica, mut client) = with_snapshot(&spec);
+    let confirms = |client: &mut Client, opcode, flags, block, blocks: u32| {
+        let mut request = Header::request(opcode, 7002, block * BLOCK, blocks * 4096);
+        request.flags = flags;
+        let bytes = client.encode(&request);
+        client.raw(&bytes);
+        let (header, _) = client.receive().unwrap();
+        (header.status == 0).then(|| header.flags.has(Flags::CHECKED))
+    };
+    let verify =
+        |client: &mut Client, block, blocks| confirms(client, Opcode::Verify, Flags::NONE, block, blocks);
+    let layer = |client: &mut Client, block, blocks| {
+        confirms(client, Opcode::ReadLayer, Flags::CHECKED, block, blocks)
+    };
+    assert_eq!(verify(&mut client, 0, 64), Some(true));
+    assert_eq!(verify(&mut client, 0, 65), Some(false), "the last block is in a region without checksums");
+    assert_eq!(layer(&mut client, 0, 5), Some(true));
+    assert_eq!(layer(&mut client, 5, 1), Some(false), "a reader does not see it there");
+    assert_eq!(confirms(&mut client, Opcode::ReadLayer, Flags::NONE, 0, 5), Some(false));
+    assert_eq!(
+        confirms(&mut client, Opcode::Read, Flags::CHECKED, 0, 5),
+        Some(false),
+        "no scrub asks for it"
+    );
+    // The second block beside the rot is known as sound, also if its region has no checksums any more.
+    rot_below(&spec, 3);
+    assert_eq!([verify(&mut client, 3, 1), layer(&mut client, 3, 1)], [None; 2]);
+    client.write(20 * BLOCK, &pattern(3, 4096)).unwrap();
+    client.write(8 * BLOCK, &pattern(3, 4096)).unwrap();
+    assert_eq!(verify(&mut client, 4, 1), Some(true));
+    assert_eq!(verify(&mut client, 8, 1), Some(false));
+    assert_eq!(layer(&mut client, 4, 1), Some(true));
+}
