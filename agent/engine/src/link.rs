@@ -1,7 +1,7 @@
 //! The connection of one queue to one replica, on the queue's ring.
 
 use serde::Serialize;
-use shorthorn_core::{Event, Operation, PeerIndex, SlotId, ZeroBlocks};
+use shorthorn_core::{Event, Operation, PeerIndex, SlotId, VolumeCheck, ZeroBlocks};
 use shorthorn_ring::{Arena, Completion, IoBuf, Received, Ring, Stream, StreamLimits, Token};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Generation, MarkRegions, ReplicaReport, View, ViewId};
@@ -362,7 +362,9 @@ impl QueueLink {
         self.asked[usize::from(slot.slot)].bytes = 0;
         let outcome = header.outcome();
         events.push(if header.opcode == Opcode::Verify {
-            Event::Verified { peer, slot, outcome: outcome.map(|()| header.data_check) }
+            let check =
+                VolumeCheck { sum: header.data_check, is_confirmed: header.flags.has(Flags::CHECKED) };
+            Event::Verified { peer, slot, outcome: outcome.map(|()| check) }
         } else {
             Event::Reply { peer, slot, outcome }
         });

@@ -305,7 +305,8 @@ impl Scrubber {
         checks: &[(PeerIndex, LayerCheck)],
     ) -> Result<Vec<(PeerIndex, Option<u32>)>, ScrubError> {
         let member = |(peer, check): &(PeerIndex, LayerCheck)| {
-            (*peer, ReplicaChecksums { sum: check.sum, kept: check.kept, shown: None })
+            let LayerCheck { sum, kept, .. } = *check;
+            (*peer, ReplicaChecksums { sum, kept, ..ReplicaChecksums::default() })
         };
         let mut member_checksums: Vec<MemberChecksums> = checks.iter().map(member).collect();
         let mut scrub_result = compare_checksums(&member_checksums);

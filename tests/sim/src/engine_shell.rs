@@ -3,7 +3,7 @@
 mod outputs;
 
 use fastrand::Rng;
-use shorthorn_core::{Event, PeerConfig, PeerIndex, SlotId, ZeroBlocks};
+use shorthorn_core::{Event, PeerConfig, PeerIndex, SlotId, VolumeCheck, ZeroBlocks};
 use shorthorn_types::{Errno, Generation, View, ViewId};
 
 use crate::Sabotage;
@@ -266,7 +266,9 @@ impl Simulation {
                     Event::Reply { peer, slot, outcome }
                 }
             }
-            Answer::Check(check) => Event::Verified { peer, slot, outcome: Ok(check) },
+            Answer::Check(check) => {
+                Event::Verified { peer, slot, outcome: Ok(VolumeCheck::unconfirmed(check)) }
+            }
             _ => Event::Reply { peer, slot, outcome },
         };
         self.apply(engine, event);

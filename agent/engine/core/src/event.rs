@@ -5,6 +5,7 @@ use shorthorn_types::{ByteRange, Errno, MarkRegions, Members, RegionSet, Replica
 use crate::cause::FailedRequest;
 use crate::membership::{PeerConfig, PeerIndex};
 use crate::request::{Operation, Request};
+use crate::scrub_result::VolumeCheck;
 use crate::slot::SlotId;
 
 /// The configuration from which an engine core is made.
@@ -191,8 +192,8 @@ pub enum Event {
         peer: PeerIndex,
         /// The slot of the comparison.
         slot: SlotId,
-        /// CRC-32C of the range as the replica reads it.
-        outcome: Result<u32, Errno>,
+        /// The data of the range as the replica reads it.
+        outcome: Result<VolumeCheck, Errno>,
     },
     /// Start to compare all members from the beginning, or stop that.
     Scrub(Option<ScrubConfig>),

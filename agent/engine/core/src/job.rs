@@ -3,6 +3,7 @@ use shorthorn_types::{ByteRange, Regions};
 
 use crate::copy::{Copy, CopyReason};
 use crate::membership::PeerMask;
+use crate::scrub_result::VolumeCheck;
 use crate::slot::SlotId;
 
 /// The job of a copy slot.
@@ -27,7 +28,7 @@ pub(crate) enum FlushFor {
 #[derive(Clone, Debug)]
 pub(crate) struct Check {
     pub range: ByteRange,
-    pub sums: [Option<u32>; MAX_MEMBERS],
+    pub checks: [Option<VolumeCheck>; MAX_MEMBERS],
     /// True if the job makes differing blocks equal to the correct ones.
     pub repairs: bool,
     /// Members that know that they hold something else than was stored there.

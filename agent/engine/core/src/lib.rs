@@ -70,6 +70,7 @@ pub use event::{
 pub use membership::{Membership, PeerConfig, PeerIndex, PeerState};
 pub use request::{Operation, Request};
 pub use scrub_result::{
-    MemberChecksums, ReplicaChecksums, SUM_OF_NO_BLOCKS, ScrubResult, compare_checksums, sum_to_keep,
+    BlockEvidence, MemberChecksums, ReplicaChecksums, SUM_OF_NO_BLOCKS, ScrubResult, SourceProof,
+    VolumeCheck, compare_checksums, sum_to_keep,
 };
 pub use slot::SlotId;

@@ -7,7 +7,7 @@ use crate::bucket::Bucket;
 use crate::copy::piece_at;
 use crate::event::{CopyLimits, ScrubConfig};
 use crate::membership::{PeerIndex, PeerMask};
-use crate::scrub_result::{ReplicaChecksums, ScrubResult, compare_checksums};
+use crate::scrub_result::{ReplicaChecksums, ScrubResult, VolumeCheck, compare_checksums};
 
 /// A scrub that is under way. Everything before its position was compared; one piece is looked at at a time.
 #[derive(Debug)]
@@ -76,13 +76,13 @@ impl Scrub {
 /// Returns the result on the checks of one range: the majority of the members not in `rotten` decides. A
 /// member that knows of its rot counts like one that cannot read.
 pub(crate) fn scrub_result_of(
-    sums: &[Option<u32>; MAX_MEMBERS],
+    checks: &[Option<VolumeCheck>; MAX_MEMBERS],
     rotten: PeerMask,
     members: PeerMask,
 ) -> ScrubResult {
-    let member = |peer: PeerIndex| match sums[usize::from(peer)] {
+    let member = |peer: PeerIndex| match checks[usize::from(peer)] {
         _ if rotten.has(peer) => Some((peer, ReplicaChecksums::default())),
-        sum => Some((peer, ReplicaChecksums::of_volume(sum?))),
+        check => Some((peer, ReplicaChecksums::of_volume(check?))),
     };
     compare_checksums(&members.iter().filter_map(member).collect::<Vec<_>>())
 }
@@ -164,7 +164,8 @@ mod tests {
     #[test]
     fn who_has_not_answered_does_not_count() {
         let mut sums = [None; MAX_MEMBERS];
-        (sums[1], sums[2], sums[3]) = (Some(1), Some(2), Some(1));
+        let check = |sum| Some(VolumeCheck::unconfirmed(sum));
+        (sums[1], sums[2], sums[3]) = (check(1), check(2), check(1));
         let members = mask(&[0, 1, 2, 3]);
         let scrub_result = |members| scrub_result_of(&sums, PeerMask::NONE, members);
         assert_eq!(scrub_result(members), ScrubResult::Odd { odd: vec![2], sources: vec![1, 3] });
@@ -175,7 +176,7 @@ mod tests {
     #[test]
     fn of_two_the_one_that_holds_rot_is_wrong() {
         let mut sums = [None; MAX_MEMBERS];
-        sums[1] = Some(1);
+        sums[1] = Some(VolumeCheck::unconfirmed(1));
         let scrub_result = |rotten, members| scrub_result_of(&sums, mask(rotten), mask(members));
         assert_eq!(scrub_result(&[0], &[0, 1]), ScrubResult::Odd { odd: vec![0], sources: vec![1] });
         assert_eq!(scrub_result(&[0, 2], &[0, 1, 2]), ScrubResult::Odd { odd: vec![0, 2], sources: vec![1] });

@@ -9,6 +9,23 @@ use crate::membership::PeerIndex;
 /// The sum of a piece in which a layer has no blocks.
 pub const SUM_OF_NO_BLOCKS: u32 = 1;
 
+/// The answer of a member about a range of the volume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VolumeCheck {
+    /// CRC-32C of the range as the member reads it.
+    pub sum: u32,
+    /// True if the member has compared all of it with block checksums that count.
+    pub is_confirmed: bool,
+}
+
+impl VolumeCheck {
+    /// Returns the answer of a member that has not compared all of the range with checksums.
+    #[must_use]
+    pub const fn unconfirmed(sum: u32) -> VolumeCheck {
+        VolumeCheck { sum, is_confirmed: false }
+    }
+}
+
 /// The checksums of the data of one member in a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReplicaChecksums {
@@ -19,13 +36,15 @@ pub struct ReplicaChecksums {
     /// The checksum of the data that a reader sees there, once it was asked for. Members may hold the same
     /// data in different layers: then their layer sums differ, and this one does not.
     pub shown: Option<u32>,
+    /// True if the member has compared all of it with block checksums that count.
+    pub is_confirmed: bool,
 }
 
 impl ReplicaChecksums {
     /// Returns the checksums for a range of the volume, which has only the data that a reader sees.
     #[must_use]
-    pub fn of_volume(sum: u32) -> ReplicaChecksums {
-        ReplicaChecksums { sum: Some(sum), kept: None, shown: Some(sum) }
+    pub fn of_volume(VolumeCheck { sum, is_confirmed }: VolumeCheck) -> ReplicaChecksums {
+        ReplicaChecksums { sum: Some(sum), kept: None, shown: Some(sum), is_confirmed }
     }
 
     fn is_sound(&self) -> bool {
@@ -140,7 +159,8 @@ fn by_majority(member_checksums: &[MemberChecksums]) -> ScrubResult {
     }
     let is_alone_in_doubt =
         matches!(&readable[..], [(_, alone)] if contradicts_any(member_checksums, alone.sum));
-    let is_majority = readable.len() >= 3 && 2 * sources.len() > readable.len();
+    let is_larger = readable.len() >= 3 && 2 * sources.len() > readable.len();
+    let is_majority = is_larger && !contradicts_block_sums(&readable, &sources);
     if (sources.len() == readable.len() && !is_alone_in_doubt) || is_majority {
         let odd = member_checksums.iter().map(|(peer, _)| *peer).filter(|peer| !sources.contains(peer));
         return ScrubResult::Odd { odd: odd.collect(), sources };
@@ -152,6 +172,65 @@ fn by_majority(member_checksums: &[MemberChecksums]) -> ScrubResult {
 /// That other one may be able to read most blocks: a repair of the whole range would replace them with rot.
 fn contradicts_any(member_checksums: &[MemberChecksums], sum: Option<u32>) -> bool {
     member_checksums.iter().any(|(_, checksums)| checksums.kept.is_some() && checksums.kept != sum)
+}
+
+/// Returns true if checksums confirm the data of another member, and of none of `sources`, which may be copies
+/// of the same rot.
+fn contradicts_block_sums(readable: &[&MemberChecksums], sources: &[PeerIndex]) -> bool {
+    let (of_sources, of_others): (Vec<&MemberChecksums>, Vec<&MemberChecksums>) =
+        readable.iter().partition(|(peer, _)| sources.contains(peer));
+    let is_any_confirmed =
+        |members: &[&MemberChecksums]| members.iter().any(|(_, checksums)| checksums.is_confirmed);
+    is_any_confirmed(&of_others) && !is_any_confirmed(&of_sources)
+}
+
+/// The reason to take the data of a source for the right one, in a piece of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SourceProof {
+    /// A member has kept its sum, so all of it is as at the last agreement.
+    Kept,
+    /// More than half of the members hold the same.
+    Majority,
+    /// The other members cannot read the whole piece.
+    OnlyReadable,
+}
+
+/// The evidence about a block of an odd member that differs from its source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockEvidence {
+    /// The member cannot read it, or knows that it is rotten.
+    Unreadable,
+    /// The member can read it, and no checksum says more.
+    Readable,
+    /// The member has a checksum of the block that counts, and the block matches it.
+    Confirmed,
+}
+
+impl SourceProof {
+    /// Returns the proof for one of `sources`, according to the comparison of the piece.
+    #[must_use]
+    pub fn of(source: PeerIndex, sources: &[PeerIndex], member_checksums: &[MemberChecksums]) -> SourceProof {
+        let of_source = member_checksums.iter().find(|(peer, _)| *peer == source);
+        if of_source.is_some_and(|(_, checksums)| is_proven(member_checksums, checksums)) {
+            SourceProof::Kept
+        } else if sources.len() > 1 && 2 * sources.len() > member_checksums.len() {
+            SourceProof::Majority
+        } else {
+            SourceProof::OnlyReadable
+        }
+    }
+
+    /// Returns true if the block of the odd member gets the data of the source. `confirms` returns true if a
+    /// source has confirmed its block by a checksum.
+    pub fn replaces(self, block: BlockEvidence, confirms: impl FnOnce() -> bool) -> bool {
+        match (self, block) {
+            (SourceProof::Kept, _) | (_, BlockEvidence::Unreadable) => true,
+            (SourceProof::Majority, BlockEvidence::Readable) => true,
+            (SourceProof::Majority, BlockEvidence::Confirmed) => confirms(),
+            // The source may hold rot that it has not noticed.
+            (SourceProof::OnlyReadable, BlockEvidence::Readable | BlockEvidence::Confirmed) => false,
+        }
+    }
 }
 
 /// Returns the sum that a member keeps from now on, after this result. None: the sum is not known. No member
@@ -192,6 +271,7 @@ mod tests {
             sum: some(*sum),
             kept: some(*kept),
             shown: some(*shown),
+            is_confirmed: false,
         });
         compare_checksums(&(0..).zip(checksums).collect::<Vec<_>>())
     }
@@ -203,9 +283,9 @@ mod tests {
     #[test]
     fn of_the_volume_a_majority_is_right() {
         let scrub_result = |sums: &[u32]| {
-            compare_checksums(
-                &(0..).zip(sums.iter().map(|sum| ReplicaChecksums::of_volume(*sum))).collect::<Vec<_>>(),
-            )
+            let checks = sums.iter().map(|sum| VolumeCheck::unconfirmed(*sum));
+            let checksums = checks.map(ReplicaChecksums::of_volume);
+            compare_checksums(&(0..).zip(checksums).collect::<Vec<_>>())
         };
         assert_eq!(scrub_result(&[]), ScrubResult::Equal);
         assert_eq!(scrub_result(&[1]), ScrubResult::Equal);
@@ -215,6 +295,60 @@ mod tests {
         assert_eq!(scrub_result(&[1, 1, 2, 2]), ScrubResult::Undecided(vec![0, 1, 2, 3]));
         assert_eq!(scrub_result(&[1, 2, 1]), odd(&[1], &[0, 2]));
         assert_eq!(scrub_result(&[1, 2, 1, 3, 1]), odd(&[1, 3], &[0, 2, 4]));
+    }
+
+    /// The larger part may be copies of one member, which was rotten before anything was summed there.
+    #[test]
+    fn members_without_checksums_do_not_outvote_one_that_its_checksums_confirm() {
+        let scrub_result = |checks: &[(u32, bool)]| {
+            let check =
+                |(sum, is_confirmed): &(u32, bool)| VolumeCheck { sum: *sum, is_confirmed: *is_confirmed };
+            let checksums = checks.iter().map(check).map(ReplicaChecksums::of_volume);
+            compare_checksums(&(0..).zip(checksums).collect::<Vec<_>>())
+        };
+        let all = ScrubResult::Undecided(vec![0, 1, 2]);
+        assert_eq!(scrub_result(&[(1, true), (2, false), (2, false)]), all);
+        assert_eq!(scrub_result(&[(1, true), (2, false), (2, true)]), odd(&[0], &[1, 2]), "nor is it alone");
+        assert_eq!(scrub_result(&[(1, false), (2, false), (2, true)]), odd(&[0], &[1, 2]));
+        assert_eq!(scrub_result(&[(1, true), (1, false)]), ScrubResult::Equal);
+        // A checksum alone does not decide: a disk that has lost a write was summed after that.
+        assert_eq!(scrub_result(&[(1, true), (2, false)]), ScrubResult::Undecided(vec![0, 1]));
+    }
+
+    #[test]
+    fn a_block_that_a_member_can_read_is_replaced_only_if_the_source_is_proven() {
+        use BlockEvidence::{Confirmed, Readable, Unreadable};
+        let replaced = |proof: SourceProof, confirms: bool| {
+            [Unreadable, Readable, Confirmed].map(|block| proof.replaces(block, || confirms))
+        };
+        for confirms in [false, true] {
+            assert_eq!(replaced(SourceProof::Kept, confirms), [true, true, true]);
+            assert_eq!(replaced(SourceProof::Majority, confirms), [true, true, confirms]);
+            assert_eq!(replaced(SourceProof::OnlyReadable, confirms), [true, false, false]);
+        }
+    }
+
+    #[test]
+    fn a_source_is_proven_by_a_kept_sum_or_by_a_majority() {
+        let proof = |source, sources: &[PeerIndex], sums: &[(u32, u32)]| {
+            let some = |sum| Some(sum).filter(|sum| *sum != NONE);
+            let checksums = |(sum, kept): &(u32, u32)| ReplicaChecksums {
+                sum: some(*sum),
+                kept: some(*kept),
+                ..ReplicaChecksums::default()
+            };
+            let members: Vec<MemberChecksums> = (0..).zip(sums.iter().map(checksums)).collect();
+            SourceProof::of(source, sources, &members)
+        };
+        assert_eq!(proof(0, &[0], &[(9, 9), (NONE, 9)]), SourceProof::Kept);
+        assert_eq!(proof(0, &[0], &[(9, NONE), (NONE, 9)]), SourceProof::Kept, "as it was kept there");
+        assert_eq!(proof(0, &[0], &[(9, NONE), (NONE, NONE)]), SourceProof::OnlyReadable);
+        assert_eq!(proof(0, &[0, 1], &[(9, NONE), (9, NONE), (2, NONE)]), SourceProof::Majority);
+        assert_eq!(
+            proof(0, &[0, 1], &[(9, NONE), (9, NONE), (NONE, NONE), (NONE, NONE)]),
+            SourceProof::OnlyReadable
+        );
+        assert_eq!(proof(0, &[0], &[(NONE, NONE), (NONE, NONE)]), SourceProof::OnlyReadable);
     }
 
     #[test]
@@ -292,6 +426,7 @@ mod tests {
                 sum: some(*sum),
                 kept: some(*kept),
                 shown: some(*sum),
+                is_confirmed: false,
             };
             let member_checksums: Vec<MemberChecksums> = (0..).zip(members.iter().map(checksums)).collect();
             let scrub_result = compare_checksums(&member_checksums);

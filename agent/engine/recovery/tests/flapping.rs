@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use shorthorn_core::{
     CopyLimits, CoreConfig, DropCause, EngineCore, Event, FlightLimits, Operation, Output, PeerConfig,
-    PeerIndex, PeerState,
+    PeerIndex, PeerState, VolumeCheck,
 };
 use shorthorn_recovery::{RebuildDelay, Standing};
 use shorthorn_types::{Generation, Members, RegionSet, Regions, ReplicaId, View, ViewId};
@@ -160,7 +160,7 @@ impl Volume {
 fn answer_to(output: &Output) -> Option<(PeerIndex, Event)> {
     Some(match output {
         Output::Send { peer, slot, operation: Operation::Verify, .. } => {
-            (*peer, Event::Verified { peer: *peer, slot: *slot, outcome: Ok(7) })
+            (*peer, Event::Verified { peer: *peer, slot: *slot, outcome: Ok(VolumeCheck::unconfirmed(7)) })
         }
         Output::Send { peer, slot, .. } => {
             (*peer, Event::Reply { peer: *peer, slot: *slot, outcome: Ok(()) })

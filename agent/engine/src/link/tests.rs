@@ -343,12 +343,18 @@ fn a_check_comes_without_data() {
     let mut bench = Bench::new();
     let request = bench.ask(Operation::Verify, DEPTH + 1, 64 << 10, 0);
     assert_eq!((request.opcode, request.length_bytes), (Opcode::Verify, 64 << 10));
-    let mut said = request.response(Ok(()));
-    said.data_check = 0x1234_5678;
-    let said = bench.frame(&said, &[]);
-    bench.say(&said);
     let slot = SlotId { queue: 0, slot: DEPTH + 1 };
-    assert_eq!(bench.events, [Event::Verified { peer: 1, slot, outcome: Ok(0x1234_5678) }]);
+    for is_confirmed in [false, true] {
+        let mut said = request.response(Ok(()));
+        said.data_check = 0x1234_5678;
+        if is_confirmed {
+            said.flags = said.flags.with(Flags::CHECKED);
+        }
+        let said = bench.frame(&said, &[]);
+        bench.say(&said);
+        let check = VolumeCheck { sum: 0x1234_5678, is_confirmed };
+        assert_eq!(bench.events.pop(), Some(Event::Verified { peer: 1, slot, outcome: Ok(check) }));
+    }
 }
 
 #[test]

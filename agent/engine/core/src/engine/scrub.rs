@@ -12,7 +12,7 @@ use crate::membership::{PeerIndex, PeerMask};
 use crate::ranges::RangeAccess;
 use crate::request::Operation;
 use crate::scrub::{Scrub, ScrubStep, mask, scrub_result_of};
-use crate::scrub_result::ScrubResult;
+use crate::scrub_result::{ScrubResult, VolumeCheck};
 use crate::slot::SlotId;
 
 impl EngineCore {
@@ -50,7 +50,7 @@ impl EngineCore {
     }
 
     fn check(&mut self, id: SlotId, range: ByteRange, repairs: bool, out: &mut Outputs) {
-        let check = Check { range, sums: [None; MAX_MEMBERS], repairs, rotten: PeerMask::NONE };
+        let check = Check { range, checks: [None; MAX_MEMBERS], repairs, rotten: PeerMask::NONE };
         self.take_slot(id, Job::Check(check));
         if self.turns.enter(id, range, RangeAccess::Modify) {
             self.advance(id, out);
@@ -71,7 +71,7 @@ impl EngineCore {
         &mut self,
         peer: PeerIndex,
         id: SlotId,
-        outcome: Result<u32, Errno>,
+        outcome: Result<VolumeCheck, Errno>,
         out: &mut Outputs,
     ) {
         if !self.expects(peer, id, out) {
@@ -85,8 +85,8 @@ impl EngineCore {
                 self.take_rot(peer, id, out);
             }
             Err(errno) => self.copy_failed(peer, id, errno, out),
-            Ok(sum) => {
-                check.sums[usize::from(peer)] = Some(sum);
+            Ok(answer) => {
+                check.checks[usize::from(peer)] = Some(answer);
                 if self.slots.at_mut(id).answered_by(peer) {
                     self.advance(id, out);
                 }
@@ -100,12 +100,16 @@ impl EngineCore {
         let is_unreadable = self.slots.at(id).error.is_some();
         let Some(Job::Check(check)) = self.job(id) else { return };
         let (range, rotten, wants_repair) = (check.range, check.rotten, check.repairs);
+        let answers = check.checks.iter().flatten().count();
         let scrub_result = match is_unreadable {
             true => ScrubResult::Undecided(members.iter().collect()),
-            false => scrub_result_of(&check.sums, rotten, members),
+            false => scrub_result_of(&check.checks, rotten, members),
         };
-        // In other blocks the sound one may be wrong. That holds also if the scrub has ended or started over.
-        if !rotten.is_empty() && range.length() > BLOCK_BYTES {
+        // In other blocks the sound one may be wrong, and a member of the minority may have checksums of some
+        // blocks. That holds also if the scrub has ended or started over.
+        let may_outvote =
+            wants_repair && !is_unreadable && answers >= 3 && scrub_result != ScrubResult::Equal;
+        if (!rotten.is_empty() || may_outvote) && range.length() > BLOCK_BYTES {
             if let Some(scrub) = &mut self.scrub {
                 scrub.look_closer(range);
             }

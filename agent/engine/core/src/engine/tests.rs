@@ -7,6 +7,7 @@ use crate::cause::{Cause, FailedRequest};
 use crate::event::{CopyLimits, DropCause, FlightLimits};
 use crate::membership::PeerConfig;
 use crate::request::{Operation, Request};
+use crate::scrub_result::VolumeCheck;
 
 mod copies;
 mod corners;
@@ -158,7 +159,7 @@ fn is_stamp(output: &Output) -> bool {
 fn answer_to(output: &Output) -> Option<(PeerIndex, Event)> {
     let event = match output {
         Output::Send { peer, slot, operation: Operation::Verify, .. } => {
-            Event::Verified { peer: *peer, slot: *slot, outcome: Ok(7) }
+            Event::Verified { peer: *peer, slot: *slot, outcome: Ok(VolumeCheck::unconfirmed(7)) }
         }
         Output::Send { peer, slot, .. } => Event::Reply { peer: *peer, slot: *slot, outcome: Ok(()) },
         Output::Propose { peer, view, .. } => Event::ViewStored { peer: *peer, view: view.id },

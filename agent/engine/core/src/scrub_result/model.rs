@@ -27,7 +27,7 @@ struct State {
 fn scrub(state: State, present: &[usize]) -> State {
     let checksums = |at: &usize| {
         let (sum, kept) = state.members[*at];
-        (u8::try_from(*at).unwrap(), ReplicaChecksums { sum, kept, shown: sum })
+        (u8::try_from(*at).unwrap(), ReplicaChecksums { sum, kept, shown: sum, is_confirmed: false })
     };
     let member_checksums: Vec<MemberChecksums> = present.iter().map(checksums).collect();
     let scrub_result = compare_checksums(&member_checksums);

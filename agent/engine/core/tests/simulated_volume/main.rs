@@ -21,7 +21,7 @@ use proptest::prelude::*;
 use replica::{BLOCK_UNITS, REGIONS, REPLICAS, Replica, SIZE_BYTES, UNIT_BYTES, UNITS, region_set, units};
 use shorthorn_core::{
     CopyLimits, CoreConfig, EngineCore, Event, FlightLimits, Operation, Output, PeerConfig, PeerIndex,
-    PeerState, Request, ScrubConfig, SlotId,
+    PeerState, Request, ScrubConfig, SlotId, VolumeCheck,
 };
 use shorthorn_testkit::Random;
 use shorthorn_types::{ByteRange, Errno, Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
@@ -279,7 +279,7 @@ impl SimulatedVolume {
             SentRequest::Do { slot, operation: Operation::Verify, range, .. } => {
                 let sum = |sum: u32, unit: &u32| sum.wrapping_mul(31).wrapping_add(*unit);
                 let sum = self.replicas[peer].data[units(range)].iter().fold(0, sum);
-                Some(Event::Verified { peer: index, slot, outcome: Ok(sum) })
+                Some(Event::Verified { peer: index, slot, outcome: Ok(VolumeCheck::unconfirmed(sum)) })
             }
             SentRequest::Do { slot, operation, range, at } => {
                 let replica = &mut self.replicas[peer];

@@ -317,32 +317,57 @@ fn found(out: &[Output]) -> Option<(Vec<PeerIndex>, bool)> {
     })
 }
 
-/// Returns the outputs of a scrub in which the members' checks are `sums`.
-fn scrubbed(repair: bool, sums: &[u32]) -> (Bench, Outputs) {
-    let mut bench = Bench::new(sums.len() as u64);
-    bench.apply(scrub(repair));
-    let mut out = Vec::new();
-    for (peer, sum) in (0..).zip(sums) {
-        out = bench.apply(Event::Verified { peer, slot: id(COPY), outcome: Ok(*sum) });
+/// Returns the outputs of a scrub in which the members' checks of the first block are `checks`. A repair of
+/// three members compares it alone, after the whole piece.
+fn scrubbed(repair: bool, checks: &[VolumeCheck]) -> (Bench, Outputs) {
+    let mut bench = Bench::new(checks.len() as u64);
+    let mut out = bench.apply(scrub(repair));
+    while sent(&out, COPY).iter().any(|(_, operation)| *operation == Operation::Verify) {
+        for (peer, check) in (0..).zip(checks) {
+            out = bench.apply(Event::Verified { peer, slot: id(COPY), outcome: Ok(*check) });
+        }
+        if found(&out).is_some() {
+            break;
+        }
     }
     (bench, out)
 }
 
+fn checks<const N: usize>(sums: [u32; N]) -> [VolumeCheck; N] {
+    sums.map(VolumeCheck::unconfirmed)
+}
+
 #[test]
 fn the_majority_repairs_the_odd_one() {
-    let (mut bench, out) = scrubbed(true, &[1, 2, 1]);
+    let (mut bench, out) = scrubbed(true, &checks([1, 2, 1]));
     assert_eq!(sent(&out, COPY), [(0, Operation::CheckedRead)]);
-    assert_eq!(sent_to(&bench.submit(0, Operation::Read, 3), 0), [], "not before it is repaired");
+    assert_eq!(sent_to(&bench.submit(0, Operation::Read, 0), 0), [], "not before it is repaired");
     let out = bench.answer(out, &[]);
     assert_eq!(sent(&out, COPY)[1], (1, WRITE));
     assert_eq!(found(&out), Some((vec![1], true)));
     assert!(out.contains(&Output::ScrubDone));
 }
 
+/// The piece has regions without checksums, so that only the answer about the single block shows them.
+#[test]
+fn a_member_that_its_checksums_confirm_in_the_block_is_not_outvoted() {
+    let mut bench = Bench::new(3);
+    let mut out = bench.apply(scrub(true));
+    let answers =
+        [checks([1, 2, 2]), [VolumeCheck { sum: 1, is_confirmed: true }, checks([2])[0], checks([2])[0]]];
+    for answer in answers {
+        assert_eq!(sent(&out, COPY), [0, 1, 2].map(|peer| (peer, Operation::Verify)));
+        for (peer, check) in (0..).zip(answer) {
+            out = bench.apply(Event::Verified { peer, slot: id(COPY), outcome: Ok(check) });
+        }
+    }
+    assert_eq!(found(&out), Some((vec![0, 1, 2], false)));
+}
+
 #[test]
 fn rot_that_cannot_or_shall_not_be_repaired_is_reported() {
-    assert_eq!(found(&scrubbed(true, &[1, 2]).1), Some((vec![0, 1], false)));
-    assert_eq!(found(&scrubbed(false, &[1, 1, 2]).1), Some((vec![2], false)));
+    assert_eq!(found(&scrubbed(true, &checks([1, 2])).1), Some((vec![0, 1], false)));
+    assert_eq!(found(&scrubbed(false, &checks([1, 1, 2])).1), Some((vec![2], false)));
 }
 
 fn is_cleared(out: &[Output]) -> bool {

@@ -142,8 +142,12 @@ fn a_repair_found_while_a_rebuilding_replica_is_proposed_reaches_it() {
         _ => None,
     });
     let slot = slot.unwrap();
-    bench.apply(Event::Verified { peer: 0, slot, outcome: Ok(7) });
-    bench.apply(Event::Verified { peer: 1, slot, outcome: Ok(9) });
+    // The whole piece differs: its blocks are compared one by one.
+    for (peer, sum) in [(0, 7), (1, 9), (2, 7)] {
+        bench.apply(Event::Verified { peer, slot, outcome: Ok(VolumeCheck::unconfirmed(sum)) });
+    }
+    bench.apply(Event::Verified { peer: 0, slot, outcome: Ok(VolumeCheck::unconfirmed(7)) });
+    bench.apply(Event::Verified { peer: 1, slot, outcome: Ok(VolumeCheck::unconfirmed(9)) });
     // The copy is of the data of replica 1, and was made before the check.
     let out = bench.apply(Event::Rebuild { peer: 3, missing: Box::new(region_set(&[])) });
     let out = bench.answer(out, &[3]);
@@ -164,7 +168,7 @@ fn a_repair_found_while_a_rebuilding_replica_is_proposed_reaches_it() {
         }
         at += 1;
     }
-    later.extend(bench.apply(Event::Verified { peer: 2, slot, outcome: Ok(7) }));
+    later.extend(bench.apply(Event::Verified { peer: 2, slot, outcome: Ok(VolumeCheck::unconfirmed(7)) }));
     let more = bench.answer(later, &[]);
     assert!(more.contains(&Output::Rebuilt { peer: 3 }), "{more:?}");
     let is_found = more.iter().any(|output| matches!(output, Output::ScrubFound { .. }));

@@ -216,9 +216,11 @@ fn scrub(sums: impl Fn(PeerIndex, ByteRange) -> Result<u32, Errno>) -> Outputs {
     let mut at = 0;
     while at < outputs.len() {
         let event = match &outputs[at] {
-            Output::Send { peer, slot, operation: Operation::Verify, range, .. } => {
-                Some(Event::Verified { peer: *peer, slot: *slot, outcome: sums(*peer, *range) })
-            }
+            Output::Send { peer, slot, operation: Operation::Verify, range, .. } => Some(Event::Verified {
+                peer: *peer,
+                slot: *slot,
+                outcome: sums(*peer, *range).map(VolumeCheck::unconfirmed),
+            }),
             output => answer_to(output).map(|(_, event)| event),
         };
         if let Some(event) = event {
@@ -305,7 +307,11 @@ fn a_piece_with_rot_is_not_repaired_as_a_whole_after_its_scrub_has_ended() {
         assert_eq!(parts(&out), [verify(0), verify(1)]);
         bench.apply(Event::Scrub(next));
         rotten(&mut bench, 0);
-        let out = bench.apply(Event::Verified { peer: 1, slot: id(COPY), outcome: Ok(7) });
+        let out = bench.apply(Event::Verified {
+            peer: 1,
+            slot: id(COPY),
+            outcome: Ok(VolumeCheck::unconfirmed(7)),
+        });
         assert_eq!(found(&out), []);
         let again = next.map_or(Vec::new(), |_| vec![verify(0), verify(1)]);
         assert_eq!(parts(&out), again);
@@ -336,7 +342,8 @@ fn another_member_answers_a_read_of_rot_and_the_range_is_repaired() {
     while at < outputs.len() {
         let event = match &outputs[at] {
             Output::Send { peer, slot, operation: Operation::Verify, .. } => {
-                let outcome = if *peer == first { Err(Errno::ROTTEN) } else { Ok(7) };
+                let outcome =
+                    if *peer == first { Err(Errno::ROTTEN) } else { Ok(VolumeCheck::unconfirmed(7)) };
                 Some(Event::Verified { peer: *peer, slot: *slot, outcome })
             }
             output => answer_to(output).map(|(_, event)| event),
@@ -470,7 +477,8 @@ fn a_member_without_space_for_its_repair_stays() {
     while at < outputs.len() {
         let event = match &outputs[at] {
             Output::Send { peer, slot, operation: Operation::Verify, .. } => {
-                let outcome = if *peer == first { Err(Errno::ROTTEN) } else { Ok(7) };
+                let outcome =
+                    if *peer == first { Err(Errno::ROTTEN) } else { Ok(VolumeCheck::unconfirmed(7)) };
                 Some(Event::Verified { peer: *peer, slot: *slot, outcome })
             }
             Output::Send { peer, slot, operation: Operation::Write { .. }, .. } => {
