@@ -324,13 +324,14 @@ impl ReplicaConnection {
     }
 
     /// Fills `data` from `offset_bytes` of one layer. With [`Flags::CHECKED`] in `flags`, rot is an error.
+    /// Returns true if checksums then confirm each block.
     pub fn read_layer(
         &mut self,
         layer: u32,
         offset_bytes: u64,
         data: &mut [u8],
         flags: Flags,
-    ) -> Result<(), ConnectError> {
+    ) -> Result<bool, ConnectError> {
         let mut request = layer_request(Opcode::ReadLayer, layer, offset_bytes, data);
         request.flags = flags;
         self.send(&request, &[])?;
@@ -341,7 +342,7 @@ impl ReplicaConnection {
         }
         self.read_all(data).map_err(broken)?;
         header.check_data(crc32c::crc32c(data))?;
-        Ok(())
+        Ok(header.flags.has(Flags::CHECKED))
     }
 
     /// Writes `data` to `offset_bytes` of one layer of a replica that is being copied to.

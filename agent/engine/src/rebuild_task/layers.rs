@@ -138,7 +138,8 @@ impl RebuildTask {
         flags: Flags,
     ) -> Result<(), ConnectError> {
         let address = layer.source.address;
-        self.context.with_control(address, |control| control.read_layer(layer.number, at, buffer, flags))
+        let read = |control: &mut ReplicaConnection| control.read_layer(layer.number, at, buffer, flags);
+        self.context.with_control(address, read).map(drop)
     }
 
     fn write_layer(&self, layer: &Layer<'_>, at: u64, data: &[u8], flags: Flags) -> Result<(), RebuildError> {

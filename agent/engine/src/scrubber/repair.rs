@@ -1,8 +1,12 @@
 //! Reads the members' data in a piece of a layer, and repairs members with wrong data.
+//!
+//! A repair replaces only blocks that differ from the source. If the source alone can read the whole piece,
+//! it may hold rot that it has not noticed, in a block that the other member has sound. Then only the blocks
+//! are replaced that the other member cannot read: see [`SourceProof`].
 
-use shorthorn_core::{MemberChecksums, PeerIndex};
-use shorthorn_types::ByteRange;
+use shorthorn_core::{BlockEvidence, MemberChecksums, PeerIndex, SourceProof};
 use shorthorn_types::limits::BLOCK_BYTES;
+use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{ExtentsQuery, Flags, LayerPatch, PATCH_BYTES_MAX, SummedRun, piece_sum};
 
 use super::{Layer, Scrubber};
@@ -49,12 +53,37 @@ impl Held {
         }
     }
 
-    /// Returns the messages, each with its data, that make a layer hold the same.
-    fn patches(&self, image: &str) -> Vec<(LayerPatch, Vec<u8>)> {
+    /// Returns true if the layer has the block.
+    fn has(&self, block: ByteRange) -> bool {
+        self.runs.iter().any(|run| run.overlaps(block))
+    }
+
+    /// Returns true if the layers of two members are equal in the block.
+    fn is_same(&self, other: &Held, block: ByteRange) -> bool {
+        self.has(block) == other.has(block) && self.part(block) == other.part(block)
+    }
+
+    /// Takes these blocks, in order, from `source`.
+    fn take(&mut self, taken: &[ByteRange], source: &Held) {
+        let has =
+            |block: &ByteRange| if taken.contains(block) { source.has(*block) } else { self.has(*block) };
+        let mut runs = Vec::new();
+        for block in block_ranges(self.piece).filter(has) {
+            join(&mut runs, block.offset(), block.end());
+        }
+        self.runs = runs;
+        for block in taken {
+            let start = distance(block.offset() - self.piece.offset());
+            self.data[start..start + distance(block.length())].copy_from_slice(source.part(*block));
+        }
+    }
+
+    /// Returns the messages, each with its data, that make a layer hold the same in `range`.
+    fn patches(&self, image: &str, range: ByteRange) -> Vec<(LayerPatch, Vec<u8>)> {
         let step = u64::from(PATCH_BYTES_MAX);
-        let starts = (self.piece.offset()..self.piece.end()).step_by(distance(step));
+        let starts = (range.offset()..range.end()).step_by(distance(step));
         let patch = |start: u64| {
-            let end = self.piece.end().min(start + step);
+            let end = range.end().min(start + step);
             let inside = self.runs.iter().filter_map(|run| {
                 let from = run.offset().max(start);
                 ByteRange::new(from, run.end().min(end).checked_sub(from)?).ok()
@@ -70,6 +99,31 @@ impl Held {
         };
         starts.map(patch).collect()
     }
+}
+
+/// A member to repair from.
+struct RepairSource<'a> {
+    held: &'a Held,
+    proof: SourceProof,
+    /// All members that may be right.
+    sources: &'a [PeerIndex],
+}
+
+fn block_ranges(range: ByteRange) -> impl Iterator<Item = ByteRange> {
+    let starts = (range.offset()..range.end()).step_by(BLOCK);
+    starts.filter_map(move |at| ByteRange::new(at, BLOCK_BYTES.min(range.end() - at)).ok())
+}
+
+/// Returns the two halves of a range of several blocks.
+fn halves(range: ByteRange) -> Option<[ByteRange; 2]> {
+    let first = range.length().div_ceil(BLOCK_BYTES) / 2 * BLOCK_BYTES;
+    let part = |start, length| ByteRange::new(start, length).ok().filter(|part| !part.is_empty());
+    Some([part(range.offset(), first)?, part(range.offset() + first, range.length() - first)?])
+}
+
+/// Returns true if the replica answers that it cannot read the data, or that it is rotten.
+fn is_unreadable(error: &ConnectError) -> bool {
+    matches!(error, ConnectError::Refused { errno, .. } if [Errno::IO, Errno::ROTTEN].contains(errno))
 }
 
 /// Returns a distance inside a piece, which always fits.
@@ -176,7 +230,9 @@ impl Scrubber {
                 member_checksums.iter().find(|(peer, _)| peer == source).and_then(|(_, found)| found.sum);
             match self.hold(*source, number, piece) {
                 Ok(held) if Some(held.sum()) == expected => {
-                    return match odd.iter().try_for_each(|peer| self.mend(layer, *peer, &held)) {
+                    let proof = SourceProof::of(*source, sources, member_checksums);
+                    let from = RepairSource { held: &held, proof, sources };
+                    return match odd.iter().try_for_each(|peer| self.mend(layer, *peer, &from)) {
                         Ok(()) => Done::Repaired { from: *source },
                         Err(reason) => Done::Failed(reason),
                     };
@@ -188,26 +244,101 @@ impl Scrubber {
         Done::Failed(reason)
     }
 
-    fn mend(&self, layer: &Layer, peer: PeerIndex, held: &Held) -> Result<(), String> {
+    fn mend(&self, layer: &Layer, peer: PeerIndex, from: &RepairSource<'_>) -> Result<(), String> {
         let failed = |error: ConnectError| format!("{}: {error}", self.replica(peer));
-        let read_back = || {
-            let number = layer.number_at(peer);
-            number.map(|number| self.hold(peer, number, held.piece)).transpose().map_err(failed)
-        };
+        let Some(number) = layer.number_at(peer) else { return Ok(()) };
+        let read_back = || self.hold(peer, number, from.held.piece).map(Some).map_err(failed);
         // A layer that cannot be read is repaired.
-        if held.is_in(None, read_back).unwrap_or(false) {
+        if from.held.is_in(None, read_back).unwrap_or(false) {
             return Ok(()); // an earlier scrub has repaired it, and the head still lacks other data
         }
-        for (patch, data) in held.patches(&layer.image) {
+        let (mut held, unreadable) = self.hold_readable(peer, number, from.held.piece).map_err(failed)?;
+        let mut replaced = Vec::new();
+        for block in block_ranges(held.piece) {
+            let evidence = match unreadable.contains(&block) {
+                true => BlockEvidence::Unreadable,
+                false if held.is_same(from.held, block) => continue,
+                false => self.evidence(peer, number, block).map_err(failed)?,
+            };
+            if from.proof.replaces(evidence, || self.is_confirmed(layer, from, block)) {
+                replaced.push(block);
+            }
+        }
+        held.take(&replaced, from.held);
+        let mut ranges = Vec::new();
+        replaced.iter().for_each(|block| join(&mut ranges, block.offset(), block.end()));
+        for (patch, data) in ranges.iter().flat_map(|range| held.patches(&layer.image, *range)) {
             self.context
                 .with_control_of(peer, |control| control.repair_layer(&patch, &data))
                 .map_err(failed)?;
         }
         let check = self.check_one(layer, held.piece, peer).map_err(failed)?;
-        if held.is_in(check.sum, read_back)? {
+        if !held.is_in(check.sum, read_back)? {
+            return Err(format!("{} loses writes: replace its disk", self.replica(peer)));
+        }
+        if held == *from.held {
             return Ok(());
         }
-        Err(format!("{} loses writes: replace its disk", self.replica(peer)))
+        Err(format!(
+            "{} can read other blocks that differ, and no checksum proves that the other members are right there",
+            self.replica(peer)
+        ))
+    }
+
+    /// Returns the data of a member in a piece of one layer, and the blocks that it cannot read, or that it
+    /// knows as rotten.
+    fn hold_readable(
+        &self,
+        peer: PeerIndex,
+        layer: u32,
+        piece: ByteRange,
+    ) -> Result<(Held, Vec<ByteRange>), ConnectError> {
+        let runs = self.runs(peer, layer, piece)?;
+        let mut held = Held { piece, runs, data: vec![0; distance(piece.length())] };
+        let (mut unreadable, mut parts) = (Vec::new(), vec![piece]);
+        // Each step removes a part, or halves it: at most twice as many steps as blocks.
+        while let Some(part) = parts.pop() {
+            let start = distance(part.offset() - piece.offset());
+            let target = &mut held.data[start..start + distance(part.length())];
+            let read = self.context.with_control_of(peer, |control| {
+                control.read_layer(layer, part.offset(), target, Flags::CHECKED)
+            });
+            match (read, halves(part)) {
+                (Ok(_), _) => {}
+                (Err(error), halves) if is_unreadable(&error) => match halves {
+                    Some(halves) => parts.extend(halves),
+                    None => unreadable.push(part),
+                },
+                (Err(error), _) => return Err(error),
+            }
+        }
+        Ok((held, unreadable))
+    }
+
+    fn evidence(&self, peer: PeerIndex, layer: u32, block: ByteRange) -> Result<BlockEvidence, ConnectError> {
+        let mut data = vec![0; distance(block.length())];
+        let read = |control: &mut ReplicaConnection| {
+            control.read_layer(layer, block.offset(), &mut data, Flags::CHECKED)
+        };
+        match self.context.with_control_of(peer, read) {
+            Ok(true) => Ok(BlockEvidence::Confirmed),
+            Ok(false) => Ok(BlockEvidence::Readable),
+            Err(error) if is_unreadable(&error) => Ok(BlockEvidence::Unreadable),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Returns true if a source that holds the same data in the block has a checksum that confirms it.
+    fn is_confirmed(&self, layer: &Layer, from: &RepairSource<'_>, block: ByteRange) -> bool {
+        from.sources.iter().any(|source| {
+            let Some(number) = layer.number_at(*source) else { return false };
+            let mut data = vec![0; distance(block.length())];
+            let read = |control: &mut ReplicaConnection| {
+                control.read_layer(number, block.offset(), &mut data, Flags::CHECKED)
+            };
+            let is_confirmed = self.context.with_control_of(*source, read).unwrap_or(false);
+            is_confirmed && data == from.held.part(block)
+        })
     }
 }
 
@@ -240,7 +371,7 @@ mod tests {
     fn a_piece_goes_in_patches_that_fit() {
         let data: Vec<u8> = (0..=255).flat_map(|block| [block; BLOCK]).collect();
         let held = Held { piece: range(0, 256), runs: vec![range(2, 1), range(127, 3)], data };
-        let patches = held.patches("volume-snap-a.img");
+        let patches = held.patches("volume-snap-a.img", range(0, 256));
         let found: Vec<_> = patches
             .iter()
             .map(|(patch, data)| (patch.offset_bytes, patch.runs.clone(), data.len()))
@@ -250,7 +381,7 @@ mod tests {
         assert_eq!(found, expected);
         assert_eq!((patches[0].1[0], patches[0].1[4096], patches[1].1[0]), (2, 127, 128));
         let short = Held { piece: range(0, 1), runs: vec![], data: vec![0; 4096] };
-        assert_eq!(short.patches("a")[0].0.length_bytes, 4096);
+        assert_eq!(short.patches("a", range(0, 1))[0].0.length_bytes, 4096);
     }
 
     /// The member may lack other data of the block in the head, for which it has no space.
@@ -262,6 +393,42 @@ mod tests {
         let found = [Ok(Some(held(7))), Ok(Some(held(8))), Ok(None), Err(())];
         let is_in = found.map(|found| held(7).is_in(None, || found));
         assert_eq!(is_in, [Ok(true), Ok(false), Ok(false), Err(())]);
+    }
+
+    #[test]
+    fn a_repair_of_single_blocks_leaves_the_others() {
+        let held = |runs: &[ByteRange], byte: u8| {
+            let mut data = vec![0; 4 * BLOCK];
+            for run in runs {
+                let start = distance(run.offset() - range(0, 4).offset());
+                data[start..start + distance(run.length())].fill(byte);
+            }
+            Held { piece: range(0, 4), runs: runs.to_vec(), data }
+        };
+        let source = held(&[range(0, 2), range(3, 1)], 7);
+        let mut odd = held(&[range(1, 2)], 8);
+        let before = held(&[range(1, 2)], 8);
+        odd.take(&[range(0, 1), range(2, 1)], &source);
+        assert_eq!(odd.runs, [range(0, 2)]);
+        assert_eq!(
+            [0, 1, 2, 3].map(|block| odd.is_same(&source, range(block, 1))),
+            [true, false, true, false]
+        );
+        assert!(odd.is_same(&before, range(1, 1)) && odd.is_same(&before, range(3, 1)));
+        let patches = odd.patches("a", range(2, 1));
+        assert_eq!((patches.len(), &patches[0].0.runs[..]), (1, &[][..]));
+        assert_eq!((patches[0].0.offset_bytes, patches[0].0.length_bytes), (258 * BLOCK_BYTES, 4096));
+    }
+
+    #[test]
+    fn ranges_are_halved_down_to_blocks() {
+        assert_eq!(halves(range(0, 3)), Some([range(0, 1), range(1, 2)]));
+        assert_eq!(halves(range(5, 1)), None);
+        let short = ByteRange::new(0, BLOCK_BYTES + 512).unwrap();
+        let parts =
+            [(0, BLOCK_BYTES), (BLOCK_BYTES, 512)].map(|(at, length)| ByteRange::new(at, length).unwrap());
+        assert_eq!(halves(short), Some(parts));
+        assert!(block_ranges(short).eq(parts));
     }
 
     #[test]

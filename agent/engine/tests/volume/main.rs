@@ -9,6 +9,7 @@ mod load;
 mod lost_writes;
 mod moves;
 mod out_of_sync_sets;
+mod repairs;
 mod rolled_back;
 mod slow_clients;
 mod volume;

@@ -106,7 +106,7 @@ fn rot_is_known_after_a_crash_in_its_repair() {
     let base = base();
     let spec = spec_of(base.path());
     let (mut replica, mut client) = with_snapshot(&spec);
-    rot_below(&spec, 3);
+    rot_in(&spec, SNAPSHOT, 3);
     assert_eq!(check_layer(&mut client).sum, None);
     let (layer, elsewhere) = (spec.directory.join(SNAPSHOT), base.path().join("elsewhere"));
     std::fs::rename(&layer, &elsewhere).unwrap();
@@ -172,7 +172,7 @@ fn an_answer_says_if_checksums_confirm_all_of_it() {
         "no scrub asks for it"
     );
     // The second block beside the rot is known as sound, also if its region has no checksums any more.
-    rot_below(&spec, 3);
+    rot_in(&spec, SNAPSHOT, 3);
     assert_eq!([verify(&mut client, 3, 1), layer(&mut client, 3, 1)], [None; 2]);
     client.write(20 * BLOCK, &pattern(3, 4096)).unwrap();
     client.write(8 * BLOCK, &pattern(3, 4096)).unwrap();

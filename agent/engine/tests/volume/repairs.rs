@@ -1,0 +1,107 @@
+//! Tests repairs of snapshots by a scrub of real processes.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use shorthorn_control::{EnginePhase, ProcessCommand, ScrubCommand, ScrubStatus};
+use shorthorn_regions::WriteIntentLog;
+use shorthorn_store::{AlignedBuffer, OpenOptions, Store};
+use shorthorn_testkit::waiting::wait_for;
+use shorthorn_types::{RegionSet, Regions};
+
+use crate::LIMIT;
+use crate::volume::Volume;
+
+const SIZE: u64 = 16 << 20;
+const BLOCK: u64 = 4096;
+
+/// Returns a volume of two replicas with a snapshot. The head hides its third block.
+fn with_snapshot() -> Volume {
+    let mut volume = Volume::start(2, SIZE);
+    volume.stop();
+    for number in 0..2 {
+        let mut store = Store::open(volume.directory(number), OpenOptions::default()).unwrap();
+        let data: Vec<u8> = (1..=16_u8).flat_map(|block| [block; 4096]).collect();
+        store.write_at(&data, 0, false).unwrap();
+        store.snapshot("below", true, BTreeMap::new(), "2026-01-01T00:00:00Z").unwrap();
+        store.write_at(&[99; 4096], 2 * BLOCK, false).unwrap();
+        store.close().unwrap();
+        volume.start_replica(number);
+    }
+    volume.attach += 1;
+    volume.start_engine();
+    volume.wait("it serves", |engine| engine.phase == EnginePhase::Serving);
+    for number in 0..2 {
+        let directory = PathBuf::from(volume.directory(number));
+        wait_for("the first region is summed", LIMIT, || is_summed(&directory).then_some(()).ok_or(number));
+    }
+    volume
+}
+
+/// Returns true if the checksums of the first region count, also after the process has died.
+fn is_summed(directory: &Path) -> bool {
+    let guard: serde_json::Value =
+        serde_json::from_slice(&fs::read(directory.join("shorthorn.guard")).unwrap()).unwrap();
+    let regions = Regions::of(SIZE);
+    let epoch = guard["epoch"].as_u64().unwrap();
+    let mut intent_log = WriteIntentLog::new(regions, epoch, &RegionSet::empty(regions.count()));
+    let Ok(pages) = fs::read(directory.join("shorthorn.unsummed")) else { return false };
+    intent_log.keep_unsummed(Some(&pages));
+    intent_log.is_summed(0)
+}
+
+fn image(volume: &Volume, number: usize) -> PathBuf {
+    PathBuf::from(volume.directory(number)).join("volume-snap-below.img")
+}
+
+/// The disk changes a block of the snapshot.
+fn rot(volume: &Volume, number: usize, block: u64) {
+    const O_DIRECT: i32 = nix::libc::O_DIRECT;
+    let path = image(volume, number);
+    let file = fs::File::options().read(true).write(true).custom_flags(O_DIRECT).open(path).unwrap();
+    let mut bytes = AlignedBuffer::new(4096);
+    bytes.as_mut_slice().fill(200);
+    file.write_all_at(bytes.as_slice(), block * BLOCK).unwrap();
+}
+
+/// Scrubs the volume and its snapshots, and repairs them.
+fn scrub(volume: &Volume, number: u64) -> ScrubStatus {
+    let scrub = Some(ScrubCommand { bytes_per_s: 0, repair: true });
+    volume.request(&ProcessCommand::Scrub { scrub });
+    let has_ended = move |scrub: &ScrubStatus| scrub.number == Some(number) && !scrub.running;
+    let status = volume.wait("the scrub ends", move |engine| engine.scrub.as_ref().is_some_and(has_ended));
+    status.scrub.unwrap()
+}
+
+/// The source has rot that no checksum shows, because the head hides the block. The other replica has that
+/// block sound, and knows of rot beside it.
+#[test]
+fn a_repair_of_rot_leaves_sound_blocks_beside_it() {
+    let mut volume = with_snapshot();
+    let before = fs::read(image(&volume, 0)).unwrap();
+    rot(&volume, 0, 3);
+    rot(&volume, 1, 2);
+    let found = scrub(&volume, 1);
+    assert!(found.last.contains("no checksum proves"), "{found:?}");
+    assert_eq!((found.found, found.repaired), (1, 0));
+    assert!(fs::read(image(&volume, 0)).unwrap() == before, "a sound block was replaced, or the rot stayed");
+    let found = scrub(&volume, 2);
+    assert!(found.last.contains("no majority"), "{found:?}");
+    assert!(fs::read(image(&volume, 0)).unwrap() == before);
+    volume.stop();
+}
+
+#[test]
+fn a_repair_makes_a_piece_equal_if_only_rot_differs() {
+    let mut volume = with_snapshot();
+    let before = fs::read(image(&volume, 0)).unwrap();
+    [3, 4, 15].into_iter().for_each(|block| rot(&volume, 0, block));
+    let found = scrub(&volume, 1);
+    assert_eq!((found.found, found.repaired), (1, 1), "{found:?}");
+    assert!(fs::read(image(&volume, 0)).unwrap() == before);
+    let found = scrub(&volume, 2);
+    assert_eq!((found.found, found.repaired), (0, 0), "{found:?}");
+    volume.stop();
+}
