@@ -174,8 +174,8 @@ fn contradicts_any(member_checksums: &[MemberChecksums], sum: Option<u32>) -> bo
     member_checksums.iter().any(|(_, checksums)| checksums.kept.is_some() && checksums.kept != sum)
 }
 
-/// Returns true if checksums confirm the data of another member, and of none of `sources`, which may be copies
-/// of the same rot.
+/// Returns true if checksums confirm the data of another member, and of none of `sources`, which may be
+/// copies of the same rot.
 fn contradicts_block_sums(readable: &[&MemberChecksums], sources: &[PeerIndex]) -> bool {
     let (of_sources, of_others): (Vec<&MemberChecksums>, Vec<&MemberChecksums>) =
         readable.iter().partition(|(peer, _)| sources.contains(peer));
