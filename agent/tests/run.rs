@@ -101,7 +101,7 @@ fn starts_what_dies_again() {
     let engine = ready.pid("engine");
     signal_to(engine, Signal::KILL);
     wait_for_status(&dir.path().join("run/engine.control"), move |status| match status {
-        Status::Engine(status) => status.pid != engine && status.phase == EnginePhase::Serving,
+        Status::Engine(status) => status.pid != Some(engine) && status.phase == EnginePhase::Serving,
         Status::Replica(_) => false,
     });
     assert_eq!(Nbd::connect(&ready.socket(), "v1").unwrap().read(0, 4096).unwrap(), [1; 4096]);

@@ -198,7 +198,7 @@ impl BareVolume {
         let control = self.engine_control();
         let serves = |pid: u32| {
             let status = engine_status(&control)?;
-            Ok((status.phase == EnginePhase::Serving && status.pid == pid).then_some(()))
+            Ok((status.phase == EnginePhase::Serving && status.pid == Some(pid)).then_some(()))
         };
         start_until(&mut command, &mut self.engine, "engine that serves", serves)
     }

@@ -165,7 +165,7 @@ impl LocalVolume {
     /// # Errors
     /// It does not run.
     pub fn engine_pid(&self) -> Result<i32> {
-        Ok(engine_status(&self.engine_control()?)?.pid.try_into()?)
+        Ok(engine_status(&self.engine_control()?)?.pid.context("an engine without a process")?.try_into()?)
     }
 
     /// Returns the current process id of a replica.

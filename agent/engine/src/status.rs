@@ -3,8 +3,7 @@
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use shorthorn_control::{
-    CopyStatus, EnginePhase, EngineSpec, EngineStatus, MemberMode, MemberStatus, Publisher, ReplicaEndpoint,
-    Status,
+    CopyStatus, EngineSpec, EngineStatus, MemberMode, MemberStatus, Publisher, ReplicaEndpoint, Status,
 };
 use shorthorn_types::limits::MAX_MEMBERS;
 
@@ -13,24 +12,10 @@ use crate::state::EngineState;
 /// Returns the status of a process that has just begun.
 pub fn first(spec: &EngineSpec, state: &EngineState) -> Status {
     Status::Engine(EngineStatus {
-        volume: spec.volume.clone(),
-        pid: std::process::id(),
-        phase: EnginePhase::Starting,
-        message: String::new(),
-        generation: state.generation(),
-        view: None,
-        members: Vec::new(),
-        frontend: None,
-        endpoint: None,
-        device: None,
-        size_bytes: spec.size_bytes,
+        pid: Some(std::process::id()),
         lost_writes: state.lost_writes(),
-        expansion: None,
-        grant_wanted: None,
-        resync: None,
-        scrub: None,
-        read_findings: None,
         version: Some(env!("CARGO_PKG_VERSION").to_owned()),
+        ..EngineStatus::starting(spec.volume.clone(), state.generation(), spec.size_bytes)
     })
 }
 
@@ -164,26 +149,8 @@ mod tests {
 
     #[test]
     fn no_scrub_is_shown_but_one_that_was_ordered() {
-        let mut status = EngineStatus {
-            volume: "v1".parse().unwrap(),
-            pid: 1,
-            phase: EnginePhase::Starting,
-            message: String::new(),
-            generation: Generation::new(1, 0),
-            view: None,
-            members: Vec::new(),
-            frontend: None,
-            endpoint: None,
-            device: None,
-            size_bytes: 4096,
-            lost_writes: false,
-            expansion: None,
-            grant_wanted: None,
-            resync: None,
-            scrub: None,
-            read_findings: None,
-            version: None,
-        };
+        let volume = "v1".parse().unwrap();
+        let mut status = EngineStatus::starting(volume, Generation::new(1, 0), 4096);
         status.count_found(true, "a block".to_owned());
         status.change_scrub(|scrub| scrub.at_bytes = 4096);
         assert_eq!(status.scrub, None);

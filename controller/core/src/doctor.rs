@@ -174,7 +174,7 @@ impl<'a> Doctor<'a> {
             for (key, instance) in &view.instances {
                 let Detail::Engine(engine) = &instance.detail else { continue };
                 let volume = &key.name;
-                let other = engine.version.as_ref().filter(|version| *version != installed);
+                let other = engine.version().filter(|version| *version != installed);
                 let message = if let Some(version) = other {
                     format!("the engine of volume {volume} is version {version}, node {node} has {installed}")
                 } else if engine.needs_upgrade == Some(true) {

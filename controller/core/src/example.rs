@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use shorthorn_types::{ReplicaId, VolumeName};
+use shorthorn_types::{Generation, ReplicaId, VolumeName};
 
 use crate::objects::{
     ConditionType, Conditions, CurrentState, DataState, DesireState, DiskSpec, Engine, EnginePhase, Finding,
@@ -11,8 +11,8 @@ use crate::objects::{
     ReplicaStatus, Robustness, Secret, Volume, VolumeState,
 };
 use crate::observed::{
-    AgentInfo, AgentLink, Agents, Detail, Instance, InstanceKey, InstanceState, ObservedAgent, ObservedDisk,
-    ObservedEngine,
+    AgentInfo, AgentLink, Agents, Detail, EngineStatus, Instance, InstanceKey, InstanceState, ObservedAgent,
+    ObservedDisk, ObservedEngine,
 };
 use crate::requests::{Change, CreateVolume};
 use crate::{ClusterState, NodeName, Timestamp};
@@ -41,6 +41,16 @@ fn volume_name() -> VolumeName {
     VolumeName::new("v").unwrap()
 }
 
+/// Returns the status that an engine of v reports in that phase, without any member.
+pub(crate) fn status_of_engine(attach: u64, phase: EnginePhase) -> EngineStatus {
+    EngineStatus { phase, ..EngineStatus::starting(volume_name(), Generation::new(attach, 0), 1 << 30) }
+}
+
+/// Returns an engine of that attachment in that phase, without any member.
+pub(crate) fn engine_in(attach: u64, phase: EnginePhase) -> ObservedEngine {
+    ObservedEngine::of(attach, status_of_engine(attach, phase))
+}
+
 impl Example {
     pub(crate) fn new() -> Example {
         let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };
@@ -67,12 +77,9 @@ impl Example {
         }
         example.cluster.insert(volume.into());
         example.cluster.insert(engine.into());
-        let shown = ObservedEngine {
-            attach: Some(1),
-            version: Some(VERSION.to_owned()),
-            ..ObservedEngine::default()
-        };
-        example.engine_says(shown);
+        let status =
+            EngineStatus { version: Some(VERSION.to_owned()), ..status_of_engine(1, EnginePhase::Serving) };
+        example.engine_says(ObservedEngine::of(1, status));
         example
     }
 

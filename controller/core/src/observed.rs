@@ -5,12 +5,12 @@ use std::fmt;
 use std::ops::{Deref, DerefMut};
 
 pub use shorthorn_types::status::{
-    CopyStatus, EnginePhase, GrantWanted, MemberStatus, ReadFindings, ScrubStatus,
+    CopyStatus, EnginePhase, EngineStatus, GrantWanted, MemberStatus, ReadFindings, ScrubStatus,
 };
-use shorthorn_types::{Generation, ReplicaId, ReplicaReport, View, VolumeName};
+use shorthorn_types::{ReplicaId, ReplicaReport, VolumeName};
 
 pub use crate::objects::ObservedDisk;
-use crate::objects::{ExpansionStatus, FrontendStatus, ReplicaSpec};
+use crate::objects::{FrontendStatus, ReplicaSpec};
 use crate::{NodeName, Timestamp};
 
 /// The observed states of all agents.
@@ -313,55 +313,50 @@ pub enum Detail {
     Replica(ObservedReplica),
 }
 
-/// The status of an engine process according to itself.
+/// An engine process: its status, and the facts that its agent adds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ObservedEngine {
     /// Number of the attachment that it was started for; none if it does not report one.
     pub attach: Option<u64>,
-    /// The phase; none before the engine has reported one.
-    pub phase: Option<EnginePhase>,
-    /// The generation in which it serves.
-    pub generation: Option<Generation>,
-    /// The view in which it serves.
-    pub view: Option<View>,
-    /// The frontend, once it is chosen.
-    pub frontend: Option<String>,
-    /// The device, or the socket, once it exists.
-    pub endpoint: Option<String>,
-    /// The size of the device as its user sees it, if it is known.
+    /// The size of the device as its user sees it; before the engine has reported one, that of its start.
     pub size_bytes: Option<u64>,
-    /// True if writes may be lost that the user of the device believes stored, so that every request fails.
-    pub lost_writes: bool,
-    /// The pending part of an expansion, if any.
-    pub expansion: Option<ExpansionStatus>,
-    /// The state of each replica in the engine.
-    pub members: BTreeMap<ReplicaId, MemberStatus>,
-    /// Regions that are made equal after an unclean stop, while there are any.
-    pub resync: Option<CopyStatus>,
-    /// The last or current scrub.
-    pub scrub: Option<Box<ScrubStatus>>,
-    /// The differences that reads have found while no scrub was under way, if any.
-    pub read_findings: Option<Box<ReadFindings>>,
-    /// The view that waits for the arbiter.
-    pub grant_wanted: Option<Box<GrantWanted>>,
-    /// Version of its program, if it reports one.
-    pub version: Option<String>,
     /// True if it runs another program than the one that is installed beside its agent; none if they are not
     /// compared yet.
     pub needs_upgrade: Option<bool>,
+    /// The status of the engine according to itself; none before it has reported one.
+    pub reported: Option<EngineStatus>,
 }
 
 impl ObservedEngine {
+    /// Returns an engine of that attachment with that status.
+    #[must_use]
+    pub fn of(attach: u64, status: EngineStatus) -> ObservedEngine {
+        let size_bytes = Some(status.size_bytes);
+        ObservedEngine { attach: Some(attach), size_bytes, needs_upgrade: None, reported: Some(status) }
+    }
+
+    /// Returns the phase; none before the engine has reported one.
+    #[must_use]
+    pub fn phase(&self) -> Option<EnginePhase> {
+        self.reported.as_ref().map(|status| status.phase)
+    }
+
+    /// Returns the view that waits for the arbiter, if any.
+    #[must_use]
+    pub fn grant_wanted(&self) -> Option<&GrantWanted> {
+        self.reported.as_ref()?.grant_wanted.as_ref()
+    }
+
+    /// Returns the version of its program, if the engine reports one.
+    #[must_use]
+    pub fn version(&self) -> Option<&str> {
+        self.reported.as_ref()?.version.as_deref()
+    }
+
     /// Returns the progress of the rebuild of that replica, if one runs.
     #[must_use]
     pub fn copy_of(&self, replica: ReplicaId) -> Option<CopyStatus> {
-        self.members.get(&replica)?.copy
-    }
-
-    /// Returns the number of times that it has met damaged data without a sound copy on any replica.
-    #[must_use]
-    pub fn damaged_ranges(&self) -> u64 {
-        self.members.values().map(|member| member.times_rot_copied).sum()
+        self.reported.as_ref()?.member(replica)?.copy
     }
 }
 

@@ -160,7 +160,8 @@ impl Overview {
     fn look_at_moves(&mut self, cluster: &ClusterState, agents: &Agents) {
         for (key, detail) in agents.by_node().values().flat_map(|view| &view.instances) {
             let Detail::Engine(engine) = &detail.detail else { continue };
-            let copies = engine.members.values().filter_map(|member| Some((member.replica, member.copy?)));
+            let copies = engine.reported.iter().flat_map(|status| &status.members);
+            let copies = copies.filter_map(|member| Some((member.replica, member.copy?)));
             for (replica, copy) in copies {
                 let left = copy.left_s().map(|seconds| format!(", about {seconds} s left"));
                 let message = format!(
@@ -213,7 +214,7 @@ fn versions(cluster: &ClusterState, agents: &Agents, own: &str) -> Vec<Version> 
     }
     for (key, instance) in agents.by_node().values().flat_map(|view| &view.instances) {
         if let Detail::Engine(engine) = &instance.detail {
-            count("engine", engine.version.as_deref().unwrap_or_default(), key.name.clone());
+            count("engine", engine.version().unwrap_or_default(), key.name.clone());
         }
     }
     let controller = Version {

@@ -305,7 +305,7 @@ impl Explainer<'_> {
     /// Explains a frozen engine, and the replicas that it waits for.
     fn explain_frozen(&mut self) {
         let Some(shown) = self.shown else { return };
-        if let Some(wanted) = &shown.grant_wanted {
+        if let Some(wanted) = shown.grant_wanted() {
             let members = self.names(&wanted.view.members);
             self.say(format!(
                 "Volume {} is frozen: only half of its replicas ({members}) answer, so the arbiter has to decide.",
@@ -314,7 +314,7 @@ impl Explainer<'_> {
             self.explain_arbiter(
                 &wanted.honoured.committed.members.filter(|id| !wanted.view.members.contains(id)),
             );
-        } else if shown.phase == Some(EnginePhase::Frozen) {
+        } else if shown.phase() == Some(EnginePhase::Frozen) {
             let why = after_colon(self.engine.map_or("", |engine| &engine.status.message));
             self.say(format!(
                 "Volume {} is frozen: too few replicas answer, so requests wait{why}.",
@@ -426,7 +426,7 @@ impl Explainer<'_> {
     }
 
     fn explain_copying(&mut self) {
-        let Some(shown) = self.shown else { return };
+        let Some(shown) = self.shown.and_then(|shown| shown.reported.as_ref()) else { return };
         if let Some(copy) = shown.resync {
             let progress = progress(copy);
             self.say(format!(

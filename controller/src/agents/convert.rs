@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 
 use shorthorn_api::{level, nonempty, nonzero, report, v1};
-use shorthorn_controller_core::objects::{ExpansionStatus, FrontendStatus, RebuildLimits};
+use shorthorn_controller_core::objects::{FrontendStatus, RebuildLimits};
 use shorthorn_controller_core::observed::{
-    AgentInfo, DeadMount, Detail, Instance, InstanceKey, InstanceKind, InstanceState, MemberStatus,
-    ObservedDisk, ObservedEngine, ObservedReplica,
+    AgentInfo, DeadMount, Detail, Instance, InstanceKey, InstanceKind, InstanceState, ObservedDisk,
+    ObservedEngine, ObservedReplica,
 };
 use shorthorn_controller_core::orphans::{self, Directory};
 use shorthorn_controller_core::salvage::Inspection;
@@ -77,30 +77,13 @@ pub(super) fn instance(instance: v1::Instance) -> Option<(InstanceKey, Instance)
 }
 
 fn engine(status: v1::EngineStatus) -> ObservedEngine {
-    let (phase, generation, view) = (status.known_phase(), status.known_generation(), status.known_view());
-    let members = status.members.into_iter().filter_map(|member| MemberStatus::try_from(member).ok());
+    let generation = status.known_generation();
     ObservedEngine {
         // The generation may come later than the number itself.
         attach: nonzero(status.attach).or_else(|| generation.map(|generation| generation.attach)),
-        phase,
-        generation,
-        view,
-        frontend: nonempty(status.frontend),
-        endpoint: nonempty(status.endpoint),
         size_bytes: nonzero(status.size_bytes),
-        lost_writes: status.lost_writes,
-        version: nonempty(status.version),
         needs_upgrade: status.needs_upgrade,
-        expansion: status.expansion.map(|expansion| ExpansionStatus {
-            message: expansion.message,
-            next_attach: expansion.next_attach,
-        }),
-        members: members.map(|member| (member.replica, member)).collect(),
-        resync: status.resync.map(Into::into),
-        scrub: status.scrub.map(|scrub| Box::new(scrub.into())),
-        read_findings: status.read_findings.map(|findings| Box::new(findings.into())),
-        // An invalid one cannot be granted.
-        grant_wanted: status.grant_wanted.and_then(|wanted| wanted.try_into().ok()).map(Box::new),
+        reported: status.reported(),
     }
 }
 
@@ -483,10 +466,20 @@ mod tests {
         };
         let rebuilding = v1::MemberMode::Rebuilding.into();
         let members = vec![member("00000001", rebuilding), member("00000002", 99), member("?", rebuilding)];
-        let status = v1::EngineStatus { attach: 3, phase: 99, members, ..v1::EngineStatus::default() };
+        let generation = Some(v1::Generation { attach: 3, restart: 0, nonce: 0 });
+        let volume = "v".to_owned();
+        let status = v1::EngineStatus {
+            volume,
+            attach: 3,
+            generation,
+            phase: 99,
+            members,
+            ..v1::EngineStatus::default()
+        };
         let shown = engine(status);
-        assert_eq!((shown.attach, shown.phase), (Some(3), Some(EnginePhase::Unknown)));
-        let modes: Vec<MemberMode> = shown.members.into_values().map(|member| member.mode).collect();
+        assert_eq!((shown.attach, shown.phase()), (Some(3), Some(EnginePhase::Unknown)));
+        let modes: Vec<MemberMode> =
+            shown.reported.unwrap().members.into_iter().map(|member| member.mode).collect();
         assert_eq!(modes, [MemberMode::Rebuilding, MemberMode::Connecting]);
     }
 

@@ -22,7 +22,7 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
     let attached = status.state == shorthorn_controller_core::objects::VolumeState::Attached;
     let endpoint = engine_object.filter(|_| attached).and_then(|engine| engine.status.endpoint.clone());
     let replicas = cluster.replicas_of(&spec.volume_name).map(|object| replica(cluster, agents, object));
-    let shown = engine_object.and_then(|engine| shown_of(agents, engine));
+    let shown = engine_object.and_then(|engine| shown_of(agents, engine)?.reported.as_ref());
     v1::Volume {
         name: volume.metadata.name.clone(),
         size_bytes: spec.size,
@@ -42,7 +42,7 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
             share_percent: spec.rebuild.share_percent,
         }),
         resync: shown.and_then(|shown| shown.resync).map(Into::into),
-        scrub: shown.and_then(|shown| shown.scrub.as_deref().cloned()).map(Into::into),
+        scrub: shown.and_then(|shown| shown.scrub.clone()).map(Into::into),
         salvage: status.salvage.as_ref().map(salvage),
         replica_zone_soft_anti_affinity: spec.replica_zone_soft_anti_affinity,
         replica_disk_soft_anti_affinity: spec.replica_disk_soft_anti_affinity,
@@ -142,7 +142,7 @@ pub(super) fn replica(cluster: &ClusterState, agents: &Agents, replica: &Replica
 
 /// Returns the status of a member: the stored record, and the rest from its engine, if that is seen.
 fn whole(record: &MemberRecord, id: ReplicaId, engine: Option<&Engine>, agents: &Agents) -> MemberStatus {
-    let seen = engine.and_then(|engine| shown_of(agents, engine)?.members.get(&id).cloned());
+    let seen = engine.and_then(|engine| shown_of(agents, engine)?.reported.as_ref()?.member(id).cloned());
     record.with_rest_of(seen.unwrap_or_else(|| MemberStatus::of(id, record.mode)))
 }
 

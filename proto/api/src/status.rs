@@ -434,6 +434,39 @@ impl From<&EngineStatus> for v1::EngineStatus {
     }
 }
 
+impl v1::EngineStatus {
+    /// Returns the status that the engine has reported; none before it has reported one.
+    ///
+    /// Parts of a later version that are not understood are left out.
+    #[must_use]
+    pub fn reported(self) -> Option<EngineStatus> {
+        let (phase, generation, view) = (self.known_phase()?, self.known_generation()?, self.known_view());
+        let members = self.members.into_iter().filter_map(|member| MemberStatus::try_from(member).ok());
+        Some(EngineStatus {
+            volume: self.volume.parse().ok()?,
+            pid: None,
+            phase,
+            // The message of an instance has it.
+            message: String::new(),
+            generation,
+            view,
+            members: members.collect(),
+            frontend: nonempty(self.frontend),
+            endpoint: nonempty(self.endpoint).map(Into::into),
+            device: nonempty(self.device),
+            size_bytes: self.size_bytes,
+            lost_writes: self.lost_writes,
+            expansion: self.expansion.map(Into::into),
+            // An invalid one cannot be granted.
+            grant_wanted: self.grant_wanted.and_then(|wanted| wanted.try_into().ok()),
+            resync: self.resync.map(Into::into),
+            scrub: self.scrub.map(Into::into),
+            read_findings: self.read_findings.map(Into::into),
+            version: nonempty(self.version),
+        })
+    }
+}
+
 impl From<&ReplicaStatus> for v1::ReplicaStatus {
     fn from(status: &ReplicaStatus) -> v1::ReplicaStatus {
         let generation = status.generation;

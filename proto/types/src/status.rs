@@ -202,8 +202,9 @@ pub struct GrantWanted {
 pub struct EngineStatus {
     /// The name of its volume.
     pub volume: VolumeName,
-    /// The process.
-    pub pid: u32,
+    /// The process; none in the status that an agent reports, which has it beside.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pid: Option<u32>,
     /// The phase of the engine.
     pub phase: EnginePhase,
     /// The reason for people; empty if all is well.
@@ -250,6 +251,43 @@ pub struct EngineStatus {
 }
 
 impl EngineStatus {
+    /// Returns the status of an engine that has just begun, without any finding.
+    #[must_use]
+    pub const fn starting(volume: VolumeName, generation: Generation, size_bytes: u64) -> EngineStatus {
+        EngineStatus {
+            volume,
+            pid: None,
+            phase: EnginePhase::Starting,
+            message: String::new(),
+            generation,
+            view: None,
+            members: Vec::new(),
+            frontend: None,
+            endpoint: None,
+            device: None,
+            size_bytes,
+            lost_writes: false,
+            expansion: None,
+            grant_wanted: None,
+            resync: None,
+            scrub: None,
+            read_findings: None,
+            version: None,
+        }
+    }
+
+    /// Returns the state of that replica; none if the engine was not given it.
+    #[must_use]
+    pub fn member(&self, replica: ReplicaId) -> Option<&MemberStatus> {
+        self.members.iter().find(|member| member.replica == replica)
+    }
+
+    /// Returns the number of times that the engine has met damaged data without a sound copy on any replica.
+    #[must_use]
+    pub fn damaged_ranges(&self) -> u64 {
+        self.members.iter().map(|member| member.times_rot_copied).sum()
+    }
+
     /// Counts a difference: for the scrub if one is under way, else for the reads.
     pub fn count_found(&mut self, repaired: bool, last: String) {
         match self.scrub.as_mut().filter(|scrub| scrub.running) {

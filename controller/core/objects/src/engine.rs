@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize};
-use shorthorn_types::status::{EnginePhase, MemberMode, MemberStatus};
+use shorthorn_types::status::{self, EnginePhase, MemberMode, MemberStatus};
 use shorthorn_types::{Generation, ReplicaId, View, VolumeName};
 
 use super::{CurrentState, DesireState, Frontend, Metadata, RebuildLimits, Volume};
@@ -173,6 +173,24 @@ impl Engine {
 }
 
 impl EngineStatus {
+    /// Returns the part that is stored of the status which an engine reports; nothing if it reports none.
+    #[must_use]
+    pub fn of_reported(reported: Option<&status::EngineStatus>) -> EngineStatus {
+        let Some(reported) = reported else { return EngineStatus::default() };
+        EngineStatus {
+            phase: Some(reported.phase),
+            generation: Some(reported.generation),
+            view: reported.view,
+            frontend: reported.frontend.clone(),
+            endpoint: reported.endpoint.as_ref().map(|path| path.display().to_string()),
+            replica_mode_map: reported.members.iter().map(|member| (member.replica, member.into())).collect(),
+            lost_writes: reported.lost_writes,
+            damaged_ranges: reported.damaged_ranges(),
+            expansion: reported.expansion.as_ref().map(Into::into),
+            ..EngineStatus::default()
+        }
+    }
+
     /// Returns true if that replica is in the view, according to the engine.
     #[must_use]
     pub fn has_member(&self, replica: ReplicaId) -> bool {
@@ -196,6 +214,13 @@ pub struct ExpansionStatus {
     /// True if the device grows only with the next attachment.
     #[serde(default)]
     pub next_attach: bool,
+}
+
+impl From<&status::ExpansionStatus> for ExpansionStatus {
+    fn from(expansion: &status::ExpansionStatus) -> ExpansionStatus {
+        let status::ExpansionStatus { message, next_attach, .. } = expansion;
+        ExpansionStatus { message: message.clone(), next_attach: *next_attach }
+    }
 }
 
 /// The state of one replica in the engine.

@@ -1,6 +1,7 @@
 use super::*;
-use crate::example::{DISK, Example, VERSION, now};
+use crate::example::{DISK, Example, VERSION, now, status_of_engine};
 use crate::objects;
+use crate::observed::{EnginePhase, EngineStatus, ObservedEngine};
 
 /// The programs of all remedies.
 const COMMANDS: [&str; 7] = ["apt", "ip", "modprobe", "sed", "shorthorn-agent", "shorthornctl", "systemctl"];
@@ -52,10 +53,9 @@ fn each_check_finds_what_it_looks_for_and_says_what_mends_it() {
     assert_ill(|example| example.info("b").feature_level = 0, "agent-versions", Warned, &["lacks features"]);
     assert_ill(
         |example| {
-            example.engine_says(crate::observed::ObservedEngine {
-                version: Some("0.9.0".to_owned()),
-                ..Default::default()
-            })
+            let version = Some("0.9.0".to_owned());
+            let status = EngineStatus { version, ..status_of_engine(1, EnginePhase::Serving) };
+            example.engine_says(ObservedEngine::of(1, status));
         },
         "engine-versions",
         Warned,
@@ -63,10 +63,7 @@ fn each_check_finds_what_it_looks_for_and_says_what_mends_it() {
     );
     assert_ill(
         |example| {
-            example.engine_says(crate::observed::ObservedEngine {
-                needs_upgrade: Some(true),
-                ..Default::default()
-            })
+            example.engine_says(ObservedEngine { needs_upgrade: Some(true), ..ObservedEngine::default() });
         },
         "engine-versions",
         Warned,

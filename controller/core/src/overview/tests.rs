@@ -1,7 +1,7 @@
 use super::*;
-use crate::example::{Example, VERSION, id, now};
+use crate::example::{Example, VERSION, id, now, status_of_engine};
 use crate::objects::{Finding, MemberMode};
-use crate::observed::{CopyStatus, MemberStatus, ObservedEngine};
+use crate::observed::{CopyStatus, EnginePhase, EngineStatus, MemberStatus, ObservedEngine};
 
 fn overview(example: &Example) -> Overview {
     Overview::of(&example.cluster, &example.agents, VERSION)
@@ -27,11 +27,13 @@ fn problems_and_pending_events_are_shown_apart() {
     let conditions = &mut volume.status.conditions;
     conditions.set(ConditionType::Healthy, Finding::wrong("ReplicaFailed", "2 of 3"), now());
     conditions.set(ConditionType::Expanded, Finding::wrong("Growing", "it grows"), now());
-    let mut view =
-        ObservedEngine { attach: Some(1), version: Some("0.9.0".to_owned()), ..ObservedEngine::default() };
     let copy = Some(CopyStatus { total_bytes: 100, left_bytes: 25, bytes_per_s: 5 });
-    view.members.insert(id(3), MemberStatus { copy, ..MemberStatus::of(id(3), MemberMode::Rebuilding) });
-    example.engine_says(view);
+    let status = EngineStatus {
+        version: Some("0.9.0".to_owned()),
+        members: vec![MemberStatus { copy, ..MemberStatus::of(id(3), MemberMode::Rebuilding) }],
+        ..status_of_engine(1, EnginePhase::Serving)
+    };
+    example.engine_says(ObservedEngine::of(1, status));
     example.agent("c").disks.get_mut("/disk").unwrap().problem = "it is read-only".to_owned();
     let ready = &mut example.node("b").status.conditions;
     ready.set(ConditionType::Ready, Finding::wrong("AgentUnreachable", "no route"), now());

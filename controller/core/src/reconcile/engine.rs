@@ -100,7 +100,7 @@ fn mark_unreachable(engine: &Engine, reason: String) -> Decision {
 /// Returns true if the process has ended for good: its agent does not start it again.
 fn has_ended(instance: &Instance, view: &ObservedEngine) -> bool {
     instance.state == InstanceState::Stopped
-        || (instance.state == InstanceState::Error && view.phase == Some(EnginePhase::Stopped))
+        || (instance.state == InstanceState::Error && view.phase() == Some(EnginePhase::Stopped))
 }
 
 /// Returns the observed process of exactly this attachment, unless it has ended or is about to.
@@ -270,22 +270,13 @@ fn taken_over(engine: &Engine, instance: &Instance, view: &ObservedEngine) -> En
         seen_attach: attach,
         lost_attach: engine.status.lost_attach,
         served_attach: engine.status.served_attach,
-        phase: view.phase,
-        generation: view.generation,
-        view: view.view,
-        frontend: view.frontend.clone(),
-        endpoint: view.endpoint.clone(),
-        replica_mode_map: view.members.iter().map(|(id, member)| (*id, member.into())).collect(),
         message: instance.message.clone(),
-        stop_refused: String::new(),
         map_revision: engine.status.map_revision,
         volume_size: engine.status.volume_size,
         current_size: view.size_bytes,
-        lost_writes: view.lost_writes,
-        damaged_ranges: view.damaged_ranges(),
-        expansion: view.expansion.clone(),
         rebuild: engine.status.rebuild,
         needs_upgrade: view.needs_upgrade,
+        ..EngineStatus::of_reported(view.reported.as_ref())
     };
     if status.is_serving() {
         status.served_attach = attach;

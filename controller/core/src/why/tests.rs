@@ -6,11 +6,12 @@ use std::collections::BTreeMap;
 use shorthorn_types::{Generation, ReplicaId, ReplicaReport, View, ViewId, VolumeName};
 
 use super::*;
+use crate::example::status_of_engine;
 use crate::objects::{
     DesireState, EnginePhase, EngineSpec, EngineStatus, Finding, Frontend, MemberRecord, Metadata,
     ReplicaSpec, ReplicaStatus, Robustness, Secret,
 };
-use crate::observed::ObservedAgent;
+use crate::observed::{self, ObservedAgent};
 use crate::observed::{GrantWanted, Instance, InstanceState, MemberStatus, ObservedDisk, ScrubStatus};
 use crate::requests::{Change, CreateVolume};
 use crate::salvage;
@@ -106,20 +107,16 @@ impl Case {
             agents.insert(node(n), view);
         }
         let mut case = Case { cluster, agents };
-        case.engine_says(ObservedEngine {
-            attach: Some(1),
-            phase: Some(EnginePhase::Serving),
-            ..ObservedEngine::default()
-        });
+        case.engine_says(status_of_engine(1, EnginePhase::Serving));
         case
     }
 
-    fn engine_says(&mut self, view: ObservedEngine) {
-        self.engine().status.phase = view.phase;
+    fn engine_says(&mut self, status: observed::EngineStatus) {
+        self.engine().status.phase = Some(status.phase);
         let instance = Instance {
             state: InstanceState::Running,
             message: String::new(),
-            detail: Detail::Engine(Box::new(view)),
+            detail: Detail::Engine(Box::new(ObservedEngine::of(1, status))),
         };
         let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
         self.agents.get_mut(&node(1)).unwrap().instances.insert(key, instance);
@@ -216,12 +213,10 @@ fn volumes_that_are_copied_or_compared() {
     let copy = CopyStatus { total_bytes: 10 << 30, left_bytes: 4 << 30, bytes_per_s: 100 << 20 };
     let rebuilt = MemberStatus { copy: Some(copy), ..MemberStatus::of(id(3), MemberMode::Rebuilding) };
     let resync = Some(CopyStatus { total_bytes: 1 << 20, left_bytes: 1 << 19, bytes_per_s: 0 });
-    case.engine_says(ObservedEngine {
-        attach: Some(1),
-        phase: Some(EnginePhase::Serving),
-        members: BTreeMap::from([(id(3), rebuilt)]),
+    case.engine_says(observed::EngineStatus {
+        members: vec![rebuilt],
         resync,
-        ..ObservedEngine::default()
+        ..status_of_engine(1, EnginePhase::Serving)
     });
     let words = [
         "is being rebuilt: 60 % done, 4 GiB of 10 GiB to go at 100 MiB/s, about 40 s left",
@@ -240,17 +235,10 @@ fn volumes_that_are_copied_or_compared() {
     check("disk full", &case, false, &["Disk /disk of node b", "is full (12 MiB of 100 GiB", "Make room"]);
 
     let mut case = Case::healthy();
-    let scrub = Some(Box::new(ScrubStatus {
-        found: 3,
-        repaired: 1,
-        last: "at 4096".to_owned(),
-        ..ScrubStatus::default()
-    }));
-    case.engine_says(ObservedEngine {
-        attach: Some(1),
-        phase: Some(EnginePhase::Serving),
-        scrub,
-        ..ObservedEngine::default()
+    let scrub = ScrubStatus { found: 3, repaired: 1, last: "at 4096".to_owned(), ..ScrubStatus::default() };
+    case.engine_says(observed::EngineStatus {
+        scrub: Some(scrub),
+        ..status_of_engine(1, EnginePhase::Serving)
     });
     check("scrub", &case, false, &["found 3 places", "volume scrub v --repair"]);
 }
@@ -287,13 +275,10 @@ fn volumes_that_wait_for_the_arbiter() {
     let granted = view(2, &[1]);
     let honoured = ReplicaReport { committed: view(1, &[1, 2]), proposed: vec![] };
     let wanted = GrantWanted { view: view(3, &[2]), honoured, stored: view(3, &[2]).members };
-    let frozen = ObservedEngine {
-        attach: Some(1),
-        phase: Some(EnginePhase::Frozen),
-        grant_wanted: Some(Box::new(wanted)),
-        ..ObservedEngine::default()
-    };
-    case.engine_says(frozen);
+    case.engine_says(observed::EngineStatus {
+        grant_wanted: Some(wanted),
+        ..status_of_engine(1, EnginePhase::Frozen)
+    });
     check(
         "waiting for the arbiter",
         &case,
@@ -313,11 +298,7 @@ fn volumes_that_wait_for_the_arbiter() {
 #[test]
 fn volumes_whose_engine_cannot_serve() {
     let mut case = Case::healthy();
-    case.engine_says(ObservedEngine {
-        attach: Some(1),
-        phase: Some(EnginePhase::Frozen),
-        ..ObservedEngine::default()
-    });
+    case.engine_says(status_of_engine(1, EnginePhase::Frozen));
     case.engine().status.message = "1 of 3".to_owned();
     case.away(MemberMode::Failed, "connection reset");
     let words = [

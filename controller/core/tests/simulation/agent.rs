@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use shorthorn_controller_core::objects::{EnginePhase, MemberMode};
 use shorthorn_controller_core::observed::{
-    Detail, GrantWanted, Instance, InstanceKey, InstanceKind, InstanceState, MemberStatus, ObservedEngine,
-    ObservedReplica,
+    Detail, EngineStatus, GrantWanted, Instance, InstanceKey, InstanceKind, InstanceState, MemberStatus,
+    ObservedEngine, ObservedReplica,
 };
 use shorthorn_controller_core::{AgentCall, NodeName, StartEngine, StartReplica};
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
@@ -167,13 +167,10 @@ impl SimAgent {
         if !self.instances.contains_key(&key) {
             self.maps.insert(key.clone(), (start.revision, start.replicas.keys().copied().collect()));
         }
-        let members = start.replicas.keys().map(|id| (*id, MemberStatus::of(*id, MemberMode::Connecting)));
-        let view = ObservedEngine {
-            attach: Some(attach),
-            phase: Some(EnginePhase::Starting),
-            members: members.collect(),
-            ..ObservedEngine::default()
-        };
+        let members = start.replicas.keys().map(|id| MemberStatus::of(*id, MemberMode::Connecting));
+        let generation = Generation::new(attach, 0);
+        let starting = EngineStatus::starting(start.volume.clone(), generation, start.size_bytes);
+        let view = ObservedEngine::of(attach, EngineStatus { members: members.collect(), ..starting });
         self.start(key, Detail::Engine(Box::new(view)), late, events);
         Ok(())
     }
@@ -216,7 +213,7 @@ impl SimAgent {
             if attach != 0 && view.attach > Some(attach) {
                 return Ok(());
             }
-            if self.device_used && view.phase != Some(EnginePhase::Stopped) {
+            if self.device_used && view.phase() != Some(EnginePhase::Stopped) {
                 return Err("the device is in use".to_owned());
             }
         }
@@ -263,8 +260,8 @@ impl SimAgent {
         events: &mut Vec<Event>,
     ) -> Result<(), String> {
         let (mut instance, mut view) = self.engine_of(key, attach)?;
-        if view.grant_wanted.as_ref().is_some_and(|wanted| wanted.view == granted) {
-            go_on(&mut view, granted);
+        if view.grant_wanted().is_some_and(|wanted| wanted.view == granted) {
+            go_on(status_of(&mut view), granted);
             instance.detail = Detail::Engine(view);
             self.set(key.clone(), instance, events);
         }
@@ -284,10 +281,14 @@ impl SimAgent {
             return Ok(());
         }
         // A missing replica is given up, unless it is in the view.
-        view.members.retain(|id, member| member.mode == MemberMode::Member || replicas.contains(id));
-        for id in &replicas {
-            view.members.entry(*id).or_insert_with(|| MemberStatus::of(*id, MemberMode::Connecting));
-        }
+        let status = status_of(&mut view);
+        let stays =
+            |member: &MemberStatus| member.mode == MemberMode::Member || replicas.contains(&member.replica);
+        status.members.retain(stays);
+        let new: Vec<_> = replicas.iter().filter(|id| status.member(**id).is_none()).collect();
+        status.members.extend(new.into_iter().map(|id| MemberStatus::of(*id, MemberMode::Connecting)));
+        // Rebuilds begin in this order.
+        status.members.sort_by_key(|member| member.replica);
         self.maps.insert(key.clone(), (revision, replicas));
         instance.detail = Detail::Engine(view);
         self.set(key.clone(), instance, events);
@@ -306,20 +307,22 @@ impl SimAgent {
                 }
                 Detail::Replica(_) => {}
                 Detail::Engine(view) => {
-                    let takes = |name: &&String| !views.refuses(name, attach_of(view));
+                    let attach = attach_of(view);
+                    let status = status_of(view);
+                    let takes = |name: &&String| !views.refuses(name, attach);
                     let usable: BTreeSet<String> = runs.iter().filter(takes).cloned().collect();
                     let here = |id: &ReplicaId| usable.contains(&format!("{}-{id}", key.name));
                     if instance.state == InstanceState::Starting {
-                        if !start_up(view, &key.name, here, views) {
+                        if !start_up(status, &key.name, here, views) {
                             continue;
                         }
                         instance.state = InstanceState::Running;
                     } else {
-                        lose_missing(view, &key.name, here, views);
-                        start_serving(view, &key.name, here, views);
+                        lose_missing(status, &key.name, here, views);
+                        start_serving(status, &key.name, here, views);
                     }
-                    view.endpoint = Some(format!("/dev/longhorn/{}", key.name));
-                    view.size_bytes = self.sizes.get(&(key.clone(), attach_of(view))).copied();
+                    status.endpoint = Some(format!("/dev/longhorn/{}", key.name).into());
+                    view.size_bytes = self.sizes.get(&(key.clone(), attach)).copied();
                 }
             }
             if instance != before {
@@ -334,9 +337,9 @@ impl SimAgent {
         let key = InstanceKey { kind: InstanceKind::Engine, name: volume.to_owned() };
         let Some(instance) = self.instances.get(&key) else { return };
         let Detail::Engine(view) = &instance.detail else { return };
-        if attach_of(view) < newest && view.phase != Some(EnginePhase::Stopped) {
-            let view =
-                Box::new(ObservedEngine { phase: Some(EnginePhase::Stopped), ..ObservedEngine::clone(view) });
+        if attach_of(view) < newest && view.phase() != Some(EnginePhase::Stopped) {
+            let mut view = view.clone();
+            status_of(&mut view).phase = EnginePhase::Stopped;
             let message = "fenced by a newer engine".to_owned();
             let fenced = Instance { state: InstanceState::Error, message, detail: Detail::Engine(view) };
             self.set(key, fenced, events);
@@ -351,27 +354,28 @@ impl SimAgent {
         let Some((key, mut instance)) = engines.get(which % engines.len().max(1)).cloned() else { return };
         let Detail::Engine(view) = &mut instance.detail else { return };
         let current = views.newest.get(&key.name).copied();
-        let Some(current) = current.filter(|_| view.phase == Some(EnginePhase::Serving)) else { return };
+        let attach = attach_of(view);
+        let status = status_of(view);
+        let Some(current) = current.filter(|_| status.phase == EnginePhase::Serving) else { return };
         let members: Vec<ReplicaId> = current.members.iter().collect();
         let lost = members[which % members.len()];
-        if members.len() < 2 || Some(current.id.generation.attach) != view.attach {
+        if members.len() < 2 || current.id.generation.attach != attach {
             return;
         }
         let target = next(current, current.members.without(lost));
         // A replica that refuses the engine stores no view of it.
-        if target.members.iter().any(|id| views.refuses(&format!("{}-{id}", key.name), attach_of(view))) {
+        if target.members.iter().any(|id| views.refuses(&format!("{}-{id}", key.name), attach)) {
             return;
         }
-        if let Some(member) = view.members.get_mut(&lost) {
+        if let Some(member) = status.members.iter_mut().find(|member| member.replica == lost) {
             member.mode = MemberMode::Failed;
         }
         if 2 * target.members.len() > members.len() {
             views.through(&key.name, target);
         } else {
             let honoured = ReplicaReport { committed: current, proposed: Vec::new() };
-            view.grant_wanted =
-                Some(Box::new(GrantWanted { view: target, honoured, stored: target.members }));
-            view.phase = Some(EnginePhase::Frozen);
+            status.grant_wanted = Some(GrantWanted { view: target, honoured, stored: target.members });
+            status.phase = EnginePhase::Frozen;
         }
         self.set(key, instance, events);
     }
@@ -382,31 +386,36 @@ fn attach_of(view: &ObservedEngine) -> u64 {
     view.attach.unwrap_or_default()
 }
 
+/// Returns the status of an engine. Those of the simulation report one from their start on.
+fn status_of(view: &mut ObservedEngine) -> &mut EngineStatus {
+    view.reported.as_mut().unwrap()
+}
+
 fn next(view: View, members: Members) -> View {
     View { id: ViewId { number: view.id.number + 1, ..view.id }, members }
 }
 
-fn go_on(view: &mut ObservedEngine, granted: View) {
-    view.grant_wanted = None;
-    view.phase = Some(EnginePhase::Serving);
-    debug_assert_eq!(Some(granted.id.generation.attach), view.attach);
+fn go_on(status: &mut EngineStatus, granted: View) {
+    status.grant_wanted = None;
+    status.phase = EnginePhase::Serving;
+    debug_assert_eq!(granted.id.generation.attach, status.generation.attach);
 }
 
 /// Starts an engine with the running members of the newest view, if they are enough.
 fn start_up(
-    view: &mut ObservedEngine,
+    status: &mut EngineStatus,
     volume: &str,
     here: impl Fn(&ReplicaId) -> bool,
     views: &mut Views,
 ) -> bool {
-    let all = Members::new(view.members.keys().copied()).unwrap();
+    let all = Members::new(status.members.iter().map(|member| member.replica)).unwrap();
     let current = views.newest.get(volume).copied();
     let old = current.map_or(all, |current| current.members);
     let found = old.filter(|id| all.contains(id) && here(&id));
     if 2 * found.len() <= old.len() {
         return false;
     }
-    let generation = Generation::new(attach_of(view), 0);
+    let generation = status.generation;
     if current.is_some_and(|current| current.id.generation >= generation) {
         // A newer engine, or this one before its death: nothing new comes of it in this simulation.
         if current.is_some_and(|current| current.id.generation > generation) {
@@ -414,33 +423,35 @@ fn start_up(
         }
     } else {
         for id in all.iter().filter(|id| here(id)) {
-            views.fence(&format!("{volume}-{id}"), attach_of(view));
+            views.fence(&format!("{volume}-{id}"), generation.attach);
         }
         views.through(volume, View { id: ViewId { generation, number: 1 }, members: found });
     }
-    for (id, member) in &mut view.members {
+    for member in &mut status.members {
+        let id = member.replica;
         member.mode =
-            if views.newest[volume].members.contains(*id) { MemberMode::Member } else { MemberMode::Failed };
+            if views.newest[volume].members.contains(id) { MemberMode::Member } else { MemberMode::Failed };
     }
-    view.phase = Some(EnginePhase::Serving);
+    status.phase = EnginePhase::Serving;
     true
 }
 
 /// Removes members that do not run from the view. More than half continue, half ask the arbiter, fewer wait
 /// for them. A replica that is being rebuilt and does not run any more has failed.
 fn lose_missing(
-    view: &mut ObservedEngine,
+    status: &mut EngineStatus,
     volume: &str,
     here: impl Fn(&ReplicaId) -> bool,
     views: &mut Views,
 ) {
     let current = views.newest.get(volume).copied();
-    let Some(current) = current.filter(|_| view.phase == Some(EnginePhase::Serving)) else { return };
-    if Some(current.id.generation.attach) != view.attach {
+    let Some(current) = current.filter(|_| status.phase == EnginePhase::Serving) else { return };
+    if current.id.generation.attach != status.generation.attach {
         return;
     }
-    for (id, member) in &mut view.members {
-        if member.mode == MemberMode::Rebuilding && !here(id) {
+    for member in &mut status.members {
+        let id = member.replica;
+        if member.mode == MemberMode::Rebuilding && !here(&id) {
             member.mode = MemberMode::Failed;
         }
     }
@@ -449,8 +460,9 @@ fn lose_missing(
     if left == all || 2 * left < all {
         return;
     }
-    for (id, member) in &mut view.members {
-        if current.members.contains(*id) && !target.members.contains(*id) {
+    for member in &mut status.members {
+        let id = member.replica;
+        if current.members.contains(id) && !target.members.contains(id) {
             member.mode = MemberMode::Failed;
         }
     }
@@ -458,30 +470,33 @@ fn lose_missing(
         views.through(volume, target);
     } else {
         let honoured = ReplicaReport { committed: current, proposed: Vec::new() };
-        view.grant_wanted = Some(Box::new(GrantWanted { view: target, honoured, stored: target.members }));
-        view.phase = Some(EnginePhase::Frozen);
+        status.grant_wanted = Some(GrantWanted { view: target, honoured, stored: target.members });
+        status.phase = EnginePhase::Frozen;
     }
 }
 
 /// Rebuilds replicas that are not members, until they are members.
 fn start_serving(
-    view: &mut ObservedEngine,
+    status: &mut EngineStatus,
     volume: &str,
     here: impl Fn(&ReplicaId) -> bool,
     views: &mut Views,
 ) {
-    let Some(current) =
-        views.newest.get(volume).copied().filter(|current| Some(current.id.generation.attach) == view.attach)
+    let Some(current) = views
+        .newest
+        .get(volume)
+        .copied()
+        .filter(|current| current.id.generation.attach == status.generation.attach)
     else {
         return;
     };
-    if view.phase != Some(EnginePhase::Serving) {
+    if status.phase != EnginePhase::Serving {
         return;
     }
-    let waiting = view.members.iter_mut().find(|(id, member)| member.mode != MemberMode::Member && here(id));
-    let Some((id, member)) = waiting else { return };
+    let away = |member: &&mut MemberStatus| member.mode != MemberMode::Member && here(&member.replica);
+    let Some(member) = status.members.iter_mut().find(away) else { return };
     if member.mode == MemberMode::Rebuilding {
-        let grown = current.members.with(*id).unwrap();
+        let grown = current.members.with(member.replica).unwrap();
         // All members of a view store it before it is through.
         if grown.iter().all(|id| here(&id)) {
             member.mode = MemberMode::Member;

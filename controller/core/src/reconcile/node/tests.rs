@@ -1,7 +1,7 @@
 use super::*;
-use crate::example::Example;
+use crate::example::{Example, status_of_engine};
 use crate::left_out::LeftOut;
-use crate::observed::{AgentInfo, AgentLink, Agents, ObservedDisk};
+use crate::observed::{AgentInfo, AgentLink, Agents, EngineStatus, ObservedDisk, ObservedEngine};
 use crate::reconcile::{Settings, UNREACHABLE_AFTER};
 use crate::{ClusterState, Timestamp};
 use shorthorn_types::limits::MAX_MEMBERS;
@@ -117,11 +117,9 @@ fn an_engine_of_a_deleted_volume_is_stopped_when_its_node_is_back() {
         let unknown = Example { cluster, agents: example.agents.clone() };
         assert_eq!(of_volume(&calls(&unknown).0), None, "{key} cannot be used");
     }
-    let socket = |phase| crate::observed::ObservedEngine {
-        attach: Some(1),
-        phase: Some(phase),
-        frontend: Some("socket".to_owned()),
-        ..Default::default()
+    let socket = |phase| {
+        let frontend = Some("socket".to_owned());
+        ObservedEngine::of(1, EngineStatus { frontend, ..status_of_engine(1, phase) })
     };
     example.engine_says(socket(EnginePhase::Serving));
     assert_eq!(of_volume(&calls(&example).0), None, "its socket may have clients");

@@ -3,7 +3,7 @@
 use super::detach::{both, leaving_cluster, rounds};
 use super::*;
 use crate::objects::VolumeState;
-use crate::observed::{GrantWanted, MemberStatus};
+use crate::observed::{self, GrantWanted, MemberStatus};
 
 fn delete(cluster: &mut ClusterState) {
     let mut volume = cluster.volumes["v"].clone();
@@ -12,11 +12,11 @@ fn delete(cluster: &mut ClusterState) {
 }
 
 /// Has the engine on node a show something else.
-fn engine_shows(agents: &mut Agents, change: impl Fn(&mut ObservedEngine)) {
+fn engine_shows(agents: &mut Agents, change: impl Fn(&mut observed::EngineStatus)) {
     let mut a = agents.get_mut(&NodeName::new("a").unwrap()).unwrap();
     for instance in a.instances.values_mut() {
         if let Detail::Engine(shown) = &mut instance.detail {
-            change(shown);
+            change(shown.reported.as_mut().unwrap());
         }
     }
 }
@@ -34,7 +34,8 @@ fn a_volume_that_is_deleted_in_use_is_looked_after_until_it_can_be_stopped() {
     );
     let lost = ReplicaId::from_random(2);
     engine_shows(&mut agents, |shown| {
-        shown.members.insert(lost, MemberStatus::of(lost, MemberMode::Failed));
+        shown.members.retain(|member| member.replica != lost);
+        shown.members.push(MemberStatus::of(lost, MemberMode::Failed));
     });
     cluster.insert(replica(lost, "b", Some(now())).into());
     rounds(&mut cluster, &mut agents);
@@ -50,9 +51,8 @@ fn a_volume_that_is_deleted_in_use_is_looked_after_until_it_can_be_stopped() {
     };
     cluster.insert(Replica { status: running, ..new.clone() }.into());
     engine_shows(&mut agents, |shown| {
-        shown.members.remove(&lost);
-        let id = new.spec.replica_id;
-        shown.members.insert(id, MemberStatus::of(id, MemberMode::Member));
+        shown.members.retain(|member| member.replica != lost);
+        shown.members.push(MemberStatus::of(new.spec.replica_id, MemberMode::Member));
     });
     rounds(&mut cluster, &mut agents);
     let old = cluster.replicas.values().find(|replica| replica.spec.replica_id == lost).unwrap().clone();
@@ -79,8 +79,8 @@ fn a_volume_that_is_deleted_in_use_goes_on_with_the_grant_of_the_arbiter() {
     let honoured = shorthorn_types::ReplicaReport { committed: view(1, &ids), proposed: Vec::new() };
     let wanted = GrantWanted { view: target, honoured, stored: target.members };
     engine_shows(&mut agents, |shown| {
-        shown.phase = Some(EnginePhase::Frozen);
-        shown.grant_wanted = Some(Box::new(wanted.clone()));
+        shown.phase = EnginePhase::Frozen;
+        shown.grant_wanted = Some(wanted.clone());
     });
     let calls = rounds(&mut cluster, &mut agents);
     assert_eq!(cluster.volumes["v"].status.arbiter.granted(), Some(target));

@@ -1,8 +1,9 @@
 //! Tests volumes that are detached, and the treatment of those that cannot be detached yet.
 
 use super::*;
+use crate::example::status_of_engine;
 use crate::objects::{EnginePhase, EngineStatus, Robustness, Volume, VolumeState};
-use crate::observed::MemberStatus;
+use crate::observed::{self, MemberStatus};
 
 pub(super) const IN_USE: &str = "stop: the device is in use: mounted at /mnt";
 
@@ -29,18 +30,14 @@ pub(super) fn agents_with(members: &[(u64, MemberMode)]) -> Agents {
     let mut free = agents.by_node().values().next().unwrap().clone();
     free.info = Some(AgentInfo { name: "c".to_owned(), ..AgentInfo::default() });
     agents.insert(NodeName::new("c").unwrap(), free);
-    let member = |(number, mode): &(u64, MemberMode)| {
-        let id = ReplicaId::from_random(*number);
-        (id, MemberStatus::of(id, *mode))
-    };
-    let shown = ObservedEngine {
-        attach: Some(ATTACH),
-        phase: Some(EnginePhase::Serving),
-        endpoint: Some("/dev/longhorn/v".to_owned()),
+    let member =
+        |(number, mode): &(u64, MemberMode)| MemberStatus::of(ReplicaId::from_random(*number), *mode);
+    let status = observed::EngineStatus {
+        endpoint: Some("/dev/longhorn/v".into()),
         members: members.iter().map(member).collect(),
-        ..ObservedEngine::default()
+        ..status_of_engine(ATTACH, EnginePhase::Serving)
     };
-    let detail = Detail::Engine(Box::new(shown));
+    let detail = Detail::Engine(Box::new(ObservedEngine::of(ATTACH, status)));
     let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
     let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.insert(key, instance);

@@ -4,9 +4,9 @@ use shorthorn_types::{Generation, Members, ReplicaReport, View, ViewId};
 use shorthorn_views::Arbiter;
 
 use super::*;
-use crate::example::{Example, id};
+use crate::example::{Example, engine_in, id, status_of_engine};
 use crate::objects::Volume;
-use crate::observed::{GrantWanted, ObservedReplica};
+use crate::observed::{self, GrantWanted, ObservedReplica};
 
 fn view(number: u32, members: u64) -> View {
     let generation = Generation::new(1, 1);
@@ -36,12 +36,9 @@ fn a_grant_is_unreported_until_all_that_is_stored_is_as_new() {
     example.engine().status.replica_mode_map.remove(&id(3));
     let honoured = ReplicaReport { committed: view(1, 2), proposed: Vec::new() };
     let wanted = GrantWanted { view: view(2, 1), honoured: honoured.clone(), stored: view(2, 1).members };
-    example.engine_says(ObservedEngine {
-        attach: Some(1),
-        phase: Some(EnginePhase::Frozen),
-        grant_wanted: Some(Box::new(wanted)),
-        ..ObservedEngine::default()
-    });
+    let grant_wanted = Some(wanted);
+    let frozen = observed::EngineStatus { grant_wanted, ..status_of_engine(1, EnginePhase::Frozen) };
+    example.engine_says(ObservedEngine::of(1, frozen));
     let granted = decided(&example).unwrap();
     assert!(granted.status.grant_unreported, "it is stored in the same write as the grant");
     assert_eq!(
@@ -49,9 +46,7 @@ fn a_grant_is_unreported_until_all_that_is_stored_is_as_new() {
         Arbiter::default().ask(1, view(2, 1), &honoured, &view(2, 1).members).unwrap()
     );
     *example.volume() = granted;
-    let serves =
-        ObservedEngine { attach: Some(1), phase: Some(EnginePhase::Serving), ..ObservedEngine::default() };
-    example.engine_says(serves);
+    example.engine_says(engine_in(1, EnginePhase::Serving));
     let is_reported =
         |example: &Example| decided(example).is_some_and(|volume| !volume.status.grant_unreported);
     assert!(!is_reported(&example), "no replica has reported it");

@@ -169,12 +169,7 @@ fn a_node_that_was_given_up_and_is_back_in_the_middle_of_a_deletion_changes_noth
     assert!(cluster.replicas.values().all(|replica| replica.metadata.is_deleting()), "{cluster:#?}");
     answers(&mut agents, "b");
     let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
-    let shown = ObservedEngine {
-        attach: Some(ATTACH),
-        phase: Some(EnginePhase::Serving),
-        ..ObservedEngine::default()
-    };
-    let detail = Detail::Engine(Box::new(shown));
+    let detail = Detail::Engine(Box::new(crate::example::engine_in(ATTACH, EnginePhase::Serving)));
     let mut b = agents.get_mut(&NodeName::new("b").unwrap()).unwrap();
     b.instances
         .insert(key.clone(), Instance { state: InstanceState::Running, message: String::new(), detail });

@@ -4,7 +4,8 @@ use shorthorn_types::{Generation, Members, ReplicaReport, View, ViewId};
 use shorthorn_views::Arbiter;
 
 use super::*;
-use crate::observed::GrantWanted;
+use crate::example::{engine_in, status_of_engine};
+use crate::observed::{self, GrantWanted};
 use crate::{Decision, StartEngine, StartReplica};
 
 const ID: u64 = 1;
@@ -166,7 +167,7 @@ fn engine_after(phase: EnginePhase, now: Timestamp) -> Option<EngineStatus> {
     engine.status.current_state = CurrentState::Starting;
     cluster.insert(engine.into());
     let mut agents = agents(None);
-    let shown = ObservedEngine { attach: Some(ATTACH), phase: Some(phase), ..ObservedEngine::default() };
+    let shown = engine_in(ATTACH, phase);
     let instance = Instance {
         state: InstanceState::Running,
         message: String::new(),
@@ -254,11 +255,8 @@ fn asking(granted: Option<View>, target: View, honoured: &ReplicaReport) -> (Clu
     }
     cluster.insert(volume.into());
     let wanted = GrantWanted { view: target, honoured: honoured.clone(), stored: target.members };
-    let shown = ObservedEngine {
-        attach: Some(ATTACH),
-        grant_wanted: Some(Box::new(wanted)),
-        ..ObservedEngine::default()
-    };
+    let frozen = status_of_engine(ATTACH, EnginePhase::Frozen);
+    let shown = ObservedEngine::of(ATTACH, observed::EngineStatus { grant_wanted: Some(wanted), ..frozen });
     let detail = Detail::Engine(Box::new(shown));
     let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
     let mut agents = agents(None);

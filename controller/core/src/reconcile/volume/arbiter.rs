@@ -112,7 +112,7 @@ impl Run<'_> {
         let instance = view.instances.get(&InstanceKey::engine(&self.stored.spec.volume_name))?;
         match &instance.detail {
             Detail::Engine(shown) if shown.attach == Some(self.stored.status.attach) => {
-                shown.grant_wanted.as_deref().map(|wanted| (node, wanted))
+                shown.grant_wanted().map(|wanted| (node, wanted))
             }
             _ => None,
         }

@@ -101,7 +101,7 @@ impl Run<'_> {
             // Replicas may have got the number that was drawn to fence it.
             self.draw_attach();
         }
-        let serves = is_current && shown.phase == Some(EnginePhase::Serving);
+        let serves = is_current && shown.phase() == Some(EnginePhase::Serving);
         self.enter(if serves { VolumeState::Attached } else { VolumeState::Attaching });
         self.set_settled(Finding::wrong(
             "Attaching",

@@ -274,7 +274,11 @@ impl Sim {
             if let Detail::Engine(view) = &engine.detail
                 && view.attach == Some(volume.status.attach)
             {
-                let known = view.members.contains_key(&replica.spec.replica_id);
+                let known = view
+                    .reported
+                    .as_ref()
+                    .and_then(|status| status.member(replica.spec.replica_id))
+                    .is_some();
                 assert!(!known, "{name} is deleted, and its engine knows it");
             }
         }
