@@ -10,6 +10,31 @@ use shorthorn_types::limits::SECTOR_BYTES;
 
 use crate::serve::error::NodeError;
 
+/// The state of a device node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceState {
+    /// The device exists, and its engine runs.
+    Live,
+    /// The device exists. Its engine does not run, and may take the device over again.
+    Recovering,
+    /// The device does not exist any more.
+    Stale,
+}
+
+impl DeviceState {
+    /// All states.
+    pub const ALL: [DeviceState; 3] = [DeviceState::Live, DeviceState::Recovering, DeviceState::Stale];
+
+    /// Returns the word of node.proto and of metrics.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            DeviceState::Live => "live",
+            DeviceState::Recovering => "recovering",
+            DeviceState::Stale => "stale",
+        }
+    }
+}
+
 /// Returns all of them. `has_engine` says whether the engine of a volume runs.
 ///
 /// # Errors
@@ -21,9 +46,9 @@ pub fn list(device_dir: &Path, has_engine: impl Fn(&str) -> bool) -> Result<Vec<
 
 fn show(device_dir: &Path, node: &DeviceNode, has_engine: bool) -> v1::Device {
     let state = match (node.live, has_engine) {
-        (false, _) => "stale",
-        (true, true) => "live",
-        (true, false) => "recovering",
+        (false, _) => DeviceState::Stale,
+        (true, true) => DeviceState::Live,
+        (true, false) => DeviceState::Recovering,
     };
     v1::Device {
         volume: node.volume.to_string(),
@@ -32,7 +57,7 @@ fn show(device_dir: &Path, node: &DeviceNode, has_engine: bool) -> v1::Device {
         major: node.device.major,
         minor: node.device.minor,
         size_bytes: size(node.device).unwrap_or_default(),
-        state: state.to_owned(),
+        state: state.as_str().to_owned(),
     }
 }
 

@@ -19,7 +19,7 @@ use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 
 use crate::serve::csi::DriverState;
-use crate::serve::devices;
+use crate::serve::devices::{self, DeviceState};
 use crate::serve::disks::Disks;
 use crate::serve::instance::{Table, io_counters};
 use crate::serve::tls::NodeTls;
@@ -331,7 +331,7 @@ fn show_disks(disks: &[v1::Disk], page: &mut MetricsPage) {
 fn show_devices(devices: &[v1::Device], page: &mut MetricsPage) {
     let gauges = page
         .gauges("shorthorn_agent_devices", "Device nodes of volumes on this node; stale ones have no device");
-    for state in ["live", "stale"] {
+    for state in DeviceState::ALL.map(DeviceState::as_str) {
         let count = devices.iter().filter(|device| device.state == state).count();
         gauges.set(&[("state", state)], number(count));
     }
@@ -402,7 +402,8 @@ mod tests {
         let disk =
             v1::Disk { path: "/d".into(), available_bytes: 7, problem: "full".into(), ..v1::Disk::default() };
         show_disks(&[disk], &mut page);
-        show_devices(&[v1::Device { state: "live".into(), ..v1::Device::default() }], &mut page);
+        let device = |state: &str| v1::Device { state: state.to_owned(), ..v1::Device::default() };
+        show_devices(&["live", "recovering", "recovering", "stale"].map(device), &mut page);
         show_registration(true, &mut page);
         show_certificate(7, &mut page);
         show_answer(true, &mut page);
@@ -440,6 +441,8 @@ mod tests {
             "shorthorn_disk_available_bytes{disk=\"/d\"} 7\n",
             "shorthorn_disk_usable{disk=\"/d\"} 0\n",
             "shorthorn_agent_devices{state=\"live\"} 1\n",
+            "shorthorn_agent_devices{state=\"recovering\"} 2\n",
+            "shorthorn_agent_devices{state=\"stale\"} 1\n",
         ] {
             assert!(text.contains(line), "{line:?} is not in {text}");
         }
