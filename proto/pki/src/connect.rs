@@ -194,7 +194,7 @@ impl Connector {
             usage: Usage::Server,
             expected: Some(expected.clone()),
             not_after: certificate.not_after,
-            generation: 0,
+            generation: None,
             _friend: None,
         };
         let peer = TlsPeer { address, certificate: Some(Arc::new(certificate)) };

@@ -45,8 +45,8 @@ pub(crate) struct Guard {
     pub(crate) expected: Option<Role>,
     /// Seconds since 1970 until which the certificate is valid.
     pub(crate) not_after: u64,
-    /// The replacement that was checked last; 0: none.
-    pub(crate) generation: u64,
+    /// The replacement that was checked last, if any.
+    pub(crate) generation: Option<u64>,
     /// Keeps the address of a client known.
     pub(crate) _friend: Option<CertifiedConnection>,
 }
@@ -56,12 +56,12 @@ impl Guard {
     fn check(&mut self) -> io::Result<()> {
         let now = now();
         let generation = self.credentials.generation();
-        if generation == self.generation && now.as_secs() <= self.not_after {
+        if Some(generation) == self.generation && now.as_secs() <= self.not_after {
             return Ok(());
         }
         let verified = self.credentials.verify(&self.leaf, self.usage, self.expected.as_ref(), now);
         verified.map_err(|error| io::Error::new(io::ErrorKind::PermissionDenied, error))?;
-        self.generation = generation;
+        self.generation = Some(generation);
         Ok(())
     }
 }

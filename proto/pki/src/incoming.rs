@@ -205,7 +205,7 @@ impl Door {
             usage: Usage::Client,
             expected: None,
             not_after: certificate.not_after,
-            generation: 0,
+            generation: None,
             _friend: Some(CertifiedConnection::connect(&self.handshakes, address)),
         };
         let peer = TlsPeer { address, certificate: Some(Arc::new(certificate)) };
