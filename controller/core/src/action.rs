@@ -157,8 +157,8 @@ pub struct StartEngine {
     pub rebuild: RebuildLimits,
     /// Number of that list of replicas.
     pub revision: u64,
-    /// The oldest attachment whose engine this one may take the device over from; 0: none.
-    pub continues: u64,
+    /// The oldest attachment whose engine this one may take the device over from, if any.
+    pub continues: Option<u64>,
     /// True if replicas compare every read with the sums of its blocks.
     pub verify_reads: bool,
     /// True if it encrypts connections to other nodes.

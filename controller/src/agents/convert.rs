@@ -194,7 +194,7 @@ fn start_engine(start: &StartEngine) -> v1::StartEngineRequest {
         granted: start.granted.as_deref().map(Into::into),
         rebuild: Some(of_limits(start.rebuild)),
         revision: start.revision,
-        continues: start.continues,
+        continues: start.continues.unwrap_or_default(),
         verify_reads: start.verify_reads,
         encrypt_in_transit: start.encrypt_in_transit,
     }
@@ -403,7 +403,7 @@ mod tests {
                 granted: None,
                 rebuild: RebuildLimits::default(),
                 revision: 1,
-                continues: 0,
+                continues: None,
                 verify_reads: false,
                 encrypt_in_transit,
             })

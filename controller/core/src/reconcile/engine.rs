@@ -155,11 +155,11 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, view: &ObservedA
             }
             // Before the call: from here on, the stored state says that a process may be there.
             write_status(&mut decision, engine, starting(engine, volume, failure));
-            let mut continues = 0;
+            let mut continues = None;
             match shown.and_then(|shown| shown.attach) {
                 // The volume was attached nowhere else since: the device continues, even if it is in use.
                 Some(older) if (1..=older).contains(&volume.status.attached_since) => {
-                    continues = volume.status.attached_since;
+                    continues = Some(volume.status.attached_since);
                 }
                 Some(older) => {
                     let stop = AgentCall::StopInstance { instance: key, attach: older };
@@ -284,7 +284,7 @@ fn taken_over(engine: &Engine, instance: &Instance, view: &ObservedEngine) -> En
     status
 }
 
-fn start(engine: &Engine, volume: &Volume, node: &NodeName, continues: u64, decision: &mut Decision) {
+fn start(engine: &Engine, volume: &Volume, node: &NodeName, continues: Option<u64>, decision: &mut Decision) {
     let spec = &engine.spec;
     let call = StartEngine {
         volume: spec.volume_name.clone(),

@@ -155,7 +155,7 @@ impl SimAgent {
         if let Some(Detail::Engine(there)) = self.instances.get(&key).map(|i| &i.detail)
             && there.attach != Some(attach)
         {
-            let carried = start.continues != 0 && (start.continues..attach).contains(&attach_of(there));
+            let carried = start.continues.is_some_and(|since| (since..attach).contains(&attach_of(there)));
             if !carried {
                 return Err("another engine is there".to_owned());
             }
