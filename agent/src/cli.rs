@@ -105,11 +105,11 @@ pub struct RoleArgs {
 /// Runs one volume in a directory, without a daemon.
 ///
 /// Creates the volume if DIR has none, otherwise continues with the existing one. When the volume is ready,
-/// the command prints one line of JSON: its `device` or its `uri` and `socket`, and the `pids` of all its
+/// the command prints one line of JSON with `device` or with `uri` and `socket`. `pids` are all its
 /// processes. It restarts an engine or replica that dies. SIGTERM and SIGINT stop everything cleanly.
 ///
 /// After SIGKILL, a volume with the frontend `socket` stops as well. With a kernel frontend, engine and
-/// replicas continue, so that a mounted file system keeps its disk; the next `run` on DIR takes the device
+/// replicas continue, so that a mounted file system keeps its disk. The next `run` on DIR takes the device
 /// over.
 #[derive(Debug, Args)]
 pub struct RunArgs {
@@ -313,9 +313,9 @@ pub enum DiskCommand {
 
 /// Writes a file with the devices of this host that may become disks.
 ///
-/// A device fits if it is empty and unused: no signature of a file system, partition table, LVM or RAID, no
-/// partition, no mount, no swap. Devices are only read. The reasons against the others are comments of the
-/// file. Mounted file systems need no file: `shorthornctl disk add NODE DIRECTORY`.
+/// A device fits if it is empty and unused. It must not have partitions, mounts, swap, or a signature of a
+/// file system, partition table, LVM or RAID. Devices are only read. The reasons against the others are
+/// comments of the file. Mounted file systems need no file: `shorthornctl disk add NODE DIRECTORY`.
 #[derive(Debug, Args)]
 pub struct DiscoverArgs {
     /// Devices to look at; all disks and RAID arrays by default. Disks of a network, as of iSCSI, are left

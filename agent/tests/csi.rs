@@ -37,8 +37,9 @@ impl Host {
         let host = Host { dir: tempfile::tempdir().unwrap() };
         let path = |name: &str| host.dir.path().join(name).display().to_string();
         let config = format!(
-            "node_name = \"n1\"\nlisten = [\"unix:{}\"]\nstate_dir = \"{}\"\nruntime_dir = \"{}\"\ndevice_dir = \"{}\"\n\
-             instances = \"children\"\ncsi = \"{csi}\"\nkubelet_root = \"{}\"\nzone = \"z1\"\n",
+            "node_name = \"n1\"\nlisten = [\"unix:{}\"]\nstate_dir = \"{}\"\nruntime_dir = \"{}\"\n\
+             device_dir = \"{}\"\ninstances = \"children\"\ncsi = \"{csi}\"\nkubelet_root = \"{}\"\n\
+             zone = \"z1\"\n",
             path("sock"),
             path("s"),
             path("r"),
@@ -100,7 +101,7 @@ fn agent_and_kubelet_restart_in_any_order() {
     let host = Host::new("on");
     let mut agent = host.agent();
     agent.wait_for_log("CSI is served");
-    // kubelet comes after the agent, goes, and comes back: the agent does nothing for it.
+    // kubelet starts after the agent, ends, and starts again: the agent does nothing for it.
     let kubelet = host.kubelet();
     assert_eq!(kubelet.registers(), "n1");
     drop(kubelet);

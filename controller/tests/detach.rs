@@ -60,7 +60,7 @@ async fn a_volume_that_kubernetes_has_attached_is_detached_by_force_only() {
     let silent = || Says(Err("connection refused".to_owned()));
     let (code, text) = detach(&store, named(), false).await.unwrap_err();
     assert_eq!(code, Code::FailedPrecondition);
-    for word in ["VolumeAttachment csi-1", "node a", "--force", "no pod on that node"] {
+    for word in ["VolumeAttachment csi-1", "node a", "--force", "No pod on that node"] {
         assert!(text.contains(word), "{text}");
     }
     let (code, text) = detach(&store, silent(), false).await.unwrap_err();

@@ -85,7 +85,7 @@ pub fn compare_exports(directories: &[impl AsRef<Path>], folder: &Path) -> Resul
             Some(first) => same(first, &content).with_context(|| format!("{}", directory.display()))?,
         }
     }
-    Ok(first.context("there are no replicas")?.len() as u64)
+    Ok(first.context("the volume has no replicas")?.len() as u64)
 }
 
 fn same(first: &[u8], other: &[u8]) -> Result<()> {

@@ -74,7 +74,7 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
     hosts.detach(VOLUME)?;
     until_event(&hosts, &["is detached"])?;
 
-    // The one with everything goes down with its host.
+    // The complete replica stops with its host.
     hosts.set_link(older, true)?;
     hosts.kill_agent(newer)?;
     hosts.ctl(&["volume", "attach", VOLUME, "--node", &name(older), "--no-wait"])?;

@@ -1,4 +1,4 @@
-//! An empty device of a virtual machine becomes a disk: `disk init` has systemd mount it, at once and at each
+//! An empty device of a virtual machine becomes a disk. `disk init` has systemd mount it, at once and at each
 //! later boot before its replicas start.
 
 use std::path::Path;

@@ -261,8 +261,8 @@ fn configured(host: &VmHost) -> Result<()> {
     until_ready(host)
 }
 
-/// Checks that the rules of udev apply to disks of volumes, and to no other ublk disk: one without a mark is
-/// like one of another program.
+/// Checks that the rules of udev apply to disks of volumes, and to no other ublk disk. A disk without a mark
+/// stands for another program's.
 fn only_volumes_are_marked(host: &VmHost) -> Result<()> {
     let is_marked =
         "udevadm info --query=property /sys/block/ublkb0 | grep -c '^SHORTHORN_VOLUME=1\\|^UDISKS_IGNORE=1'";

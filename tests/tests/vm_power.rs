@@ -1,9 +1,8 @@
 //! Tests a power loss of a machine under load, whose disk loses unflushed data. After the restart all durable
 //! data is there, and all replicas are equal.
 //!
-//! The power is cut in two ways. Once the machine is switched off. Once the disk's writes are recorded, and
-//! replayed up to the moments at which the client learned that its data is durable, without any data that was
-//! not flushed by then.
+//! The power is cut in two ways. Once the machine is switched off. Once the disk's writes are recorded and
+//! replayed up to each acknowledged flush, without any data that was not flushed by then.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -139,11 +138,11 @@ fn every_flush_is_a_point_to_start_from() -> Result<()> {
     push_scripts(&host)?;
     // The first 256 MiB are recorded, the record is behind them.
     host.sh(&format!(
-        "modprobe -a dm_log_writes loop && mkdir -p /mnt/disk /mnt/ram && mount -t tmpfs -o size=600m tmpfs /mnt/ram && \
-         dmsetup create store --table '0 524288 linear {disk} 0' && \
-         dmsetup create log --table '0 7340032 linear {disk} 524288' && \
-         dmsetup create logged --table '0 524288 log-writes /dev/mapper/store /dev/mapper/log' && \
-         mkfs.ext4 -q -b 4096 /dev/mapper/logged && mount /dev/mapper/logged /mnt/disk",
+        "modprobe -a dm_log_writes loop && mkdir -p /mnt/disk /mnt/ram && mount -t tmpfs -o size=600m tmpfs \
+         /mnt/ram && dmsetup create store --table '0 524288 linear {disk} 0' && dmsetup create log --table \
+         '0 7340032 linear {disk} 524288' && dmsetup create logged --table '0 524288 log-writes \
+         /dev/mapper/store /dev/mapper/log' && mkfs.ext4 -q -b 4096 /dev/mapper/logged && mount \
+         /dev/mapper/logged /mnt/disk",
         disk = DataDisk::guest_path()
     ))?;
     let (volume, ready) = run_volume(&host)?;

@@ -1,7 +1,7 @@
 //! A node is shut down in order, with a pod on it that writes to its volume.
 //!
 //! The pod is in the state that kubelet and a container runtime leave. Mounts of the agent are marked with
-//! _netdev; the mount of a subPath, made by kubelet, is not; and only its slice makes the container stop.
+//! _netdev, and kubelet's mount of a subPath is not: only its slice makes the container stop.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
 //! Tests the whole story on a real kernel with systemd: create, attach, file systems, kills under load,
-//! detach, attach again, compare, delete; with ublk on two kernels, and on one that has only NBD.
+//! detach, attach again, compare, delete. Two kernels have ublk, and one has only NBD.
 
 use std::time::Duration;
 
@@ -108,10 +108,9 @@ fn kills_under_load(host: &VmHost) -> Result<()> {
 fn kill_under_requests(host: &VmHost, unit: &str) -> Result<()> {
     host.sh(&format!(
         "pid=$(systemctl show --property MainPID --value '{unit}'); test \"$pid\" -gt 1; \
-         inflight=/sys/dev/block/$(stat --format %Hr:%Lr /dev/longhorn/v1)/inflight; \
-         for n in $(seq 1200); do \
-             read reads writes <$inflight; if ((reads + writes)); then kill -9 \"$pid\"; exit; fi; sleep 0.05; \
-         done; exit 1"
+         inflight=/sys/dev/block/$(stat --format %Hr:%Lr /dev/longhorn/v1)/inflight; for n in $(seq 1200); \
+         do read reads writes <$inflight; if ((reads + writes)); then kill -9 \"$pid\"; exit; fi; sleep \
+         0.05; done; exit 1"
     ))
     .with_context(|| format!("no request is in flight, or {unit} does not run"))
     .map(drop)

@@ -141,8 +141,9 @@ fn spawn(name: String, body: impl FnOnce() + Send + 'static) -> Result<(), Engin
 /// Makes the members forget the out-of-sync set of a replica that is given up.
 fn forget(context: &EngineContext, replica: ReplicaId) {
     for (member, error) in finish(shorthorn_recovery::give_up(context)) {
-        tracing::warn!(volume = %context.connector.volume, %replica, %member, %error, "a member still has the \
-         out-of-sync set of a removed replica");
+        tracing::warn!(volume = %context.connector.volume, %replica, %member, %error, "a member still has \
+                                                                                       the out-of-sync set \
+                                                                                       of a removed replica");
     }
 }
 
@@ -260,8 +261,8 @@ impl RebuildTask {
             RebuildError::Unread { member, range, error } => {
                 self.failed(
                     &format!(
-                        "replica {member} cannot read {range} of a snapshot ({error}), and no other member has it \
-                         sound; check the disk of that replica, or restore the volume from a backup"
+                        "replica {member} cannot read {range} of a snapshot ({error}), and no other member \
+                         has it sound. Check the disk of that replica, or restore the volume from a backup"
                     ),
                     false,
                 );

@@ -22,8 +22,8 @@ pub fn first(spec: &EngineSpec, state: &EngineState) -> Status {
 /// Returns the message of a serving engine; empty if all is well.
 pub fn of_serving(lost_writes: bool) -> &'static str {
     if lost_writes {
-        "every request is answered with an error: all replicas were without power at some time, so that writes may be gone \
-         that were acknowledged and not flushed; stop the users of the device, then detach the volume and attach it again"
+        "every request is answered with an error: all replicas lost power, and acknowledged writes that were \
+         not flushed may be gone. Stop the users of the device, then detach the volume and attach it again"
     } else {
         ""
     }

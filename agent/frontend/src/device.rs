@@ -122,7 +122,7 @@ pub trait Device: Send {
     fn in_use(&self) -> Option<String>;
 
     /// Returns true if a process that ends must stop the device, and not leave it to the next one. That is so
-    /// if the host goes down and its kernel would wait for the device, although no process uses it.
+    /// if the host shuts down and its kernel would wait for the device, although no process uses it.
     fn ends_with_host(&self) -> bool {
         false
     }

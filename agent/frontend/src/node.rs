@@ -225,7 +225,9 @@ fn look(path: &Path) -> io::Result<NodeFile> {
     let kind = meta.file_type();
     Ok(match () {
         () if kind.is_block_device() => NodeFile::Node(DeviceNumber::of(meta.rdev())),
-        () if kind.is_file() => NodeFile::Other("a regular file, perhaps written while there was no device"),
+        () if kind.is_file() => {
+            NodeFile::Other("a regular file, perhaps written while the device did not exist")
+        }
         () if kind.is_symlink() => NodeFile::Other("a symbolic link"),
         () if kind.is_dir() => NodeFile::Other("a directory"),
         () => NodeFile::Other("no block device"),

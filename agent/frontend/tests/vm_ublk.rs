@@ -71,7 +71,7 @@ fn the_block_layer_sees(kernel: Kernel) -> Result<()> {
             SIZE_BYTES >> 20
         ))?;
     } else {
-        ensure!(said.contains("can not resize a device that is in use"), "{said}");
+        ensure!(said.contains("cannot resize a device in use"), "{said}");
         ensure!(sectors == (SIZE_BYTES / 512).to_string(), "{sectors} sectors: {said}");
     }
     guest.end(pid, "TERM")?;
@@ -365,7 +365,7 @@ fn killed_between_mapping_and_fetching() -> Result<()> {
     let is_taken = output.status == 137 && String::from_utf8_lossy(&output.stdout).contains("\"device\"");
     if !is_taken {
         ensure!(output.status == 1 && stderr.contains("resume the device ublkb0 of memory"), "{output}");
-        ensure!(stderr.contains("a process has died while it took the device over"), "{output}");
+        ensure!(stderr.contains("a process died after it had mapped them"), "{output}");
         ensure!(stderr.contains("detach the volume"), "{output}");
     }
     // As a detachment and the next attachment do.

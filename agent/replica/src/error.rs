@@ -21,8 +21,8 @@ pub enum ReplicaError {
     Encryption(#[from] TlsError),
     /// The directory has no replica, and none may be made.
     #[error(
-        "{} holds no replica, and the spec does not allow to create one: if the disk is not mounted, mount it; \
-         if the replica is lost, remove it and let another be rebuilt", .0.display()
+        "{} holds no replica, and the spec does not allow to create one. If the disk is not mounted, mount \
+         it. If the replica is lost, remove it and let another be rebuilt", .0.display()
     )]
     Missing(PathBuf),
     /// The directory cannot be used.
@@ -47,14 +47,15 @@ pub enum ReplicaError {
     },
     /// Another program has had the directory open since this process opened it.
     #[error(
-        "{} was opened by another program (Longhorn?) or copied since this replica last served it, so its data \
-         may be older or newer than that of the other replicas: rebuild it from another replica, or salvage it", .0.display()
+        "{} was opened by another program, such as Longhorn, or copied since this replica last served it. \
+         The data may be older or newer than that of the other replicas: rebuild it from another replica, or \
+         salvage it", .0.display()
     )]
     ChangedByOthers(PathBuf),
     /// The directory has data, but its views are unknown.
     #[error(
-        "{} holds data but has lost shorthorn.state, which names the engine that may write it: restore the file, \
-         rebuild the replica from another one, or salvage it. If no replica has ever served it, remove \
+        "{} holds data but has lost shorthorn.state, which names the engine that may write it. Restore the \
+         file, rebuild the replica from another one, or salvage it. If no replica has ever served it, remove \
          shorthorn.guard: the next start then accepts the data", .0.display()
     )]
     StateLost(PathBuf),
@@ -100,8 +101,8 @@ pub enum ReplicaError {
     },
     /// The record of the blocks that are lost cannot be read.
     #[error(
-        "{0}: without this record rot would pass for data, so the replica does not serve; it tries again when it is started \
-         again; if this stays, replace the replica, or salvage it if it is the last one"
+        "{0}: without this record rot would pass for data, so the replica does not serve. Start it again; if \
+         this stays, replace the replica, or salvage it if it is the last one"
     )]
     LostBlocksUnread(StoreError),
     /// The record of the blocks that are lost cannot be written.
@@ -109,12 +110,14 @@ pub enum ReplicaError {
     LostBlocksUnwritten(Errno),
     /// A repair would make other rot look sound.
     #[error(
-        "more blocks hold rot than can be tracked, some of them around {0}: scrub the volume, or replace this replica"
+        "more blocks hold rot than can be tracked, some of them around {0}: scrub the volume, or replace \
+         this replica"
     )]
     TooMuchRot(ByteRange),
     /// A repair would end the sums of all blocks, and with them the only knowledge of some rot.
     #[error(
-        "repairing {0} now would end all checksums, and more blocks hold rot than can be known without these: the next scrub repairs it"
+        "repairing {0} now would end all checksums, and more blocks hold rot than can be known without \
+         these: the next scrub repairs it"
     )]
     UntrackedRot(ByteRange),
     /// A repair would bring back a block that a request is modifying.
@@ -122,7 +125,8 @@ pub enum ReplicaError {
     BeingModified(ByteRange),
     /// A repair would show data or hide it, and no checksum says which is right.
     #[error(
-        "{0} reads as zeroes, and no checksum says whether that is right: the scrub of the volume has to compare it before the next scrub repairs the layer"
+        "{0} reads as zeroes, and no checksum says whether that is right. The scrub of the volume has to \
+         compare it before the next scrub repairs the layer"
     )]
     UndecidedHole(ByteRange),
     /// A document that cannot be copied.

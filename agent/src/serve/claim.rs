@@ -76,8 +76,9 @@ impl Claim {
         match owner.as_deref() {
             Some(owner) if owner == cluster => Ok(()),
             Some(owner) => Err(NodeError::Precondition(format!(
-                "this node belongs to cluster {owner}, and the controller that asks to {cluster}: stop the one that should \
-                 not have it, then run shorthornctl node release with the other one"
+                "this node belongs to cluster {owner}, and the calling controller to {cluster}. Stop the \
+                 controller that should not have the node, then run shorthornctl node release with the other \
+                 one"
             ))),
             None => {
                 self.keep(cluster)?;
@@ -190,7 +191,8 @@ fn cluster_of(request: &http::Request<Body>) -> Option<Result<String, NodeError>
     let proven = certificate.map(|certificate| certificate.name.cluster.as_str());
     if let (Some(proven), Some(header)) = (proven, header.filter(|header| proven != Some(*header))) {
         return Some(Err(NodeError::Precondition(format!(
-            "the header {CLUSTER_HEADER} says {header:?}, and the certificate of the caller is of cluster {proven:?}"
+            "the header {CLUSTER_HEADER} says {header:?}, and the certificate of the caller is of cluster \
+             {proven:?}"
         ))));
     }
     if FOR_ALL.contains(&method) {

@@ -129,8 +129,8 @@ impl Setup<'_> {
             let file = file_in(&self.config.tls_dir);
             ensure!(
                 trust.pins().contains(&pin),
-                "this node has a certificate of cluster {}, which is not that of the token: remove {} to join the other \
-                 one, after a release of the node there",
+                "this node has a certificate of cluster {}, and the token is of another cluster: release the \
+                 node there, and then remove {} to join",
                 trust.cluster(),
                 file.display()
             );

@@ -42,8 +42,8 @@ pub enum TlsError {
     Derivation,
     /// The peer has another key: it does not have the secret, or is the same end.
     #[error(
-        "the other end does not have the key of this volume: find out which process answers at this address, and whether \
-         it was started with the secret of this volume"
+        "the other end does not have the key of this volume. Find out which process answers at this address, \
+         and whether it was started with the secret of this volume"
     )]
     Stranger,
     /// The peer has ended the handshake by an alert.

@@ -208,8 +208,8 @@ pub enum FrameError {
     },
     /// The frame is not the one that the peer has sent at this position.
     #[error(
-        "the keyed check of frame {number} is wrong: the frame was repeated, put in another place, or made without the volume's \
-         secret; look for an attacker in the network between the two hosts"
+        "the keyed check of frame {number} is wrong: the frame was repeated, moved, or made without the \
+         volume's secret. Look for an attacker in the network between the two hosts"
     )]
     KeyedCheck {
         /// The number of earlier frames in this direction.

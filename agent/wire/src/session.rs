@@ -18,8 +18,8 @@ use crate::proof::{Nonce, Proof};
 pub enum Unproven {
     /// The welcome of the replica.
     #[error(
-        "the welcome does not prove the volume's secret: find out which process answers at this address, and whether it was \
-         started with the secret of this volume"
+        "the welcome does not prove the volume's secret. Find out which process answers at this address, and \
+         whether it was started with the secret of this volume"
     )]
     Welcome,
     /// The welcome is proven, but this version cannot read it.
@@ -27,13 +27,15 @@ pub enum Unproven {
     Text,
     /// The generation that it refuses the engine for.
     #[error(
-        "a refusal says that generation {0} holds the volume, without the proof of the volume's secret: find out which process \
-         answers at this address, and whether it was started with the secret of this volume"
+        "a refusal names generation {0} as the holder of the volume, without a proof of the volume's secret. \
+         Find out which process answers at this address, and whether it was started with the secret of this \
+         volume"
     )]
     Holder(Generation),
     /// The generation that it refuses the engine for is not newer.
     #[error(
-        "a refusal names generation {holder}, which does not depose generation {own}: look for faults of that replica"
+        "a refusal names generation {holder}, which does not depose generation {own}: look for faults of \
+         that replica"
     )]
     NotNewer {
         /// The generation that the replica names.

@@ -238,14 +238,14 @@ fn hold(cluster: &ClusterState, volume: &Volume, members: &[Member<'_>], node: &
     }
     if members.len() == members.iter().filter(|member| member.is_on(node)).count() {
         return Some(format!(
-            "the volume is in use, and no other replica has all of its data: wait for another complete \
+            "the volume is in use, and no other replica has all of its data. Wait for another complete \
              replica, add replicas (shorthornctl volume replicas {name} NUMBER), or detach the volume"
         ));
     }
     let (of, waits) = (members.len(), waits(cluster, volume, members, node));
     Some(format!(
-        "{others} of the {of} replicas in its view are elsewhere and stay, and {needed} are needed; it waits for \
-         {waits}"
+        "{others} of the {of} replicas in its view are elsewhere and stay, and {needed} are needed; it waits \
+         for {waits}"
     ))
 }
 

@@ -20,8 +20,8 @@ pub enum Survivors {
     NoCopy,
 }
 
-/// Returns the outcome for the volume without the replicas that `goes` names. A view that was granted and not
-/// reported yet may be the newest. The worse outcome of that view and the known view counts.
+/// Returns the outcome for the volume without the replicas for which `goes` is true. A view that was granted
+/// and not reported yet may be the newest. The worse outcome of that view and the known view counts.
 #[must_use]
 pub fn without(cluster: &ClusterState, volume: &Volume, goes: impl Fn(&Replica) -> bool) -> Survivors {
     let known = without_of(cluster, volume, &goes, |replica| is_member(cluster, volume, replica));

@@ -292,9 +292,9 @@ impl Explainer<'_> {
     fn explain_lost_writes(&mut self, node: &str) {
         let name = self.name;
         self.say(format!(
-            "Volume {name} may have lost writes: all its replicas lost power while it was in use on node {node}. Writes \
-             that were not flushed by then may be gone; flushed data is there. Every request is answered with an error, \
-             so that no user continues with other data than it wrote."
+            "Volume {name} may have lost writes: all its replicas lost power while it was in use on node \
+             {node}. Writes that were not flushed by then may be gone; flushed data is there. Every request \
+             is answered with an error, so that no user continues with other data than it wrote."
         ));
         self.hint(format!(
             "Stop the users of the device and unmount it (in Kubernetes: scale the workload to 0). Then run \
@@ -308,7 +308,8 @@ impl Explainer<'_> {
         if let Some(wanted) = shown.grant_wanted() {
             let members = self.names(&wanted.view.members);
             self.say(format!(
-                "Volume {} is frozen: only half of its replicas ({members}) answer, so the arbiter has to decide.",
+                "Volume {} is frozen: only half of its replicas ({members}) answer, so the arbiter has to \
+                 decide.",
                 self.name
             ));
             self.explain_arbiter(
@@ -468,8 +469,8 @@ impl Explainer<'_> {
                 self.explanation.healthy = false;
                 let (free, total) = (HumanBytes(disk.available_bytes), HumanBytes(disk.total_bytes));
                 self.say(format!(
-                    "Disk {path} of node {node}, which has replica {name}, is full ({free} of {total} are free): writes \
-                     that need more space fail."
+                    "Disk {path} of node {node}, which has replica {name}, is full ({free} of {total} are \
+                     free): writes that need more space fail."
                 ));
                 self.hint(format!(
                     "Make room on {path} of node {node}, or discard unused blocks of the file system: fstrim."
@@ -480,8 +481,8 @@ impl Explainer<'_> {
 
     fn hint_salvage(&mut self) {
         self.hint(format!(
-            "If the missing replicas are lost for good, run shorthornctl volume salvage {}: it shows the \
-             data of each replica and the data that would be lost.",
+            "If the missing replicas are lost for good, run shorthornctl volume salvage {}. The output has \
+             the data of each replica and the data that would be lost.",
             self.name
         ));
     }

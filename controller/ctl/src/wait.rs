@@ -88,10 +88,10 @@ impl Goal {
         }
         match trouble(volume, "Scheduled") {
             _ if reached => GoalState::Reached,
-            // Only more nodes or disks would help, or another volume that goes: no use to wait for that.
+            // Only more nodes or disks help, or the deletion of another volume: waiting is of no use.
             Some(message) if matches!(self, Goal::Created) => GoalState::Never(format!(
-                "no place for the replicas of volume {}: {message}. The controller makes it as soon as a place is free; \
-                 shorthornctl volume delete {} gives it up",
+                "no place for the replicas of volume {}: {message}. The controller makes it as soon as a \
+                 place is free; shorthornctl volume delete {} gives it up",
                 volume.name, volume.name
             )),
             _ => GoalState::NotYet,

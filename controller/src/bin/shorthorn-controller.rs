@@ -12,7 +12,7 @@ use shorthorn_controller::open_files;
 use shorthorn_controller::serve::serve;
 use tokio::signal::unix::{SignalKind, signal};
 
-/// The client of the Kubernetes API logs each try that fails as an error of its own; we say once that the API
+/// The client of the Kubernetes API logs each failed try as an error; the controller logs once that the API
 /// server is away.
 const QUIET: &[&str] = &["kube_client=off"];
 

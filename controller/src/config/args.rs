@@ -62,8 +62,8 @@ pub struct ServeArgs {
     /// TOML file with any of: store, listen, forward_listen, tls_listen, csi_listen, metrics_listen, log,
     /// log_format, replica_replace_after_s, storage_over_provisioning_percentage,
     /// storage_minimal_available_percentage, allow_volume_creation_with_degraded_availability,
-    /// concurrent_replica_rebuild_per_node_limit, disable_scheduling_on_cordoned_node, and the tables nodes
-    /// of NAME = "URL" and kubernetes with namespace, kubeconfig, agent_port, pods_of_lost_nodes,
+    /// concurrent_replica_rebuild_per_node_limit, disable_scheduling_on_cordoned_node. The table nodes has
+    /// lines NAME = "URL". The table kubernetes has namespace, kubeconfig, agent_port, pods_of_lost_nodes,
     /// auto_delete_pod_when_volume_detached_unexpectedly, node_drain_policy and guard_image. A flag overrides
     /// the file, and the nodes of both are used. Unknown keys are refused.
     #[arg(long, value_name = "FILE")]
@@ -85,7 +85,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     pub agent_port: Option<u16>,
     /// Action for terminating pods with Shorthorn volumes on lost nodes: delete force-deletes them, so that
-    /// they start on other nodes; keep lets them wait for their node or an operator [default: delete]
+    /// they start on other nodes. keep lets them wait for their node or an operator [default: delete]
     #[arg(long, value_name = "delete|keep")]
     pub pods_of_lost_nodes: Option<PodsOfLostNodes>,
     /// Deletes a pod whose device is gone, so that its volume is staged again. Applies only to pods that

@@ -12,8 +12,7 @@ use crate::{Generation, ParseViewError, ReplicaId};
 pub struct ViewId {
     /// The generation of the engine that made the view.
     pub generation: Generation,
-    /// The how-manieth view of that engine, from 1; 0 only in the view that a volume is created with or
-    /// salvaged to.
+    /// Sequence number of the view in this generation, from 1. The view of a new or salvaged volume has 0.
     pub number: u32,
 }
 

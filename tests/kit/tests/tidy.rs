@@ -1,10 +1,15 @@
 //! Checks the style that rustfmt and clippy leave alone: comments, errors, files and functions of Rust, and
-//! comments of the gRPC interfaces.
+//! comments of the gRPC interfaces. Sentences of the documentation count, too.
 //!
 //! Each constant is the exact number of violations. A change that removes some lowers the constant with it.
 
+#[path = "tidy/texts.rs"]
+mod texts;
+
 use std::fs;
 use std::path::{Path, PathBuf};
+
+use texts::{Kind, Text, count_words, of_markdown, of_proto, of_rust, sentences};
 
 /// Doc comments whose first line starts with one of [`OPENERS`].
 const BAD_OPENINGS: usize = 0;
@@ -18,6 +23,12 @@ const FILLERS: usize = 0;
 const LONG_COMMENTS: usize = 0;
 /// Lines with one of [`AVOIDED`].
 const AVOIDED_WORDS: usize = 0;
+/// Sentences of comments, texts and pages with one of [`AVOIDED_IN_TEXTS`].
+const AVOIDED_TEXTS: usize = 0;
+/// Sentences of more than [`SENTENCE_WORDS_MAX`] words.
+const LONG_SENTENCES: usize = 0;
+/// String literals outside of tests that start with one of [`LITERAL_OPENERS`].
+const BAD_LITERALS: usize = 122;
 /// Examples in doc comments that rustdoc would compile. tests/run does not run them.
 const DOC_TESTS: usize = 0;
 /// Files of more than [`FILE_LINES_MAX`] lines.
@@ -58,6 +69,20 @@ const OPENERS: [&str; 28] = [
 ];
 /// Words that hide the actor, in lower case. Parts of names do not count, such as those of tests.
 const AVOIDED: [&str; 4] = ["nobody", "somebody", "whoever", "there is no"];
+/// More words that hide the actor, and forms that negate a noun. Code in backquotes may have them.
+const AVOIDED_IN_TEXTS: [&str; 8] = [
+    "goes",
+    "how-manieth",
+    "how-many",
+    "taken away",
+    "there are no",
+    "there was no",
+    "there were no",
+    "told",
+];
+/// Words that a reason must not start with: it follows a name in most messages, and stands alone in some.
+const LITERAL_OPENERS: [&str; 4] = ["it", "its", "one", "that"];
+const SENTENCE_WORDS_MAX: usize = 25;
 const LINE_CHARS_MAX: usize = 110;
 const FILE_LINES_MAX: usize = 600;
 const FUNCTION_LINES_MAX: usize = 60;
@@ -186,6 +211,71 @@ fn avoided_words(source: &Source) -> Vec<String> {
     let is_bad = |line: &str| AVOIDED.iter().any(|words| has_words(&line.to_lowercase(), words));
     let lines = source.lines.iter().enumerate().filter(|(_, line)| is_bad(line));
     lines.map(|(at, line)| source.at(at, line.trim())).collect()
+}
+
+/// Returns the sentences of comments, string literals outside of tests, .proto files and pages.
+fn prose(source: &Source) -> Vec<(usize, String)> {
+    let code = source.lines.join("\n");
+    let texts = match source.path.extension().and_then(|extension| extension.to_str()) {
+        Some("rs") => of_rust(&code),
+        Some("proto") => of_proto(&code),
+        _ => of_markdown(&code),
+    };
+    let tests_begin = tests_begin(source);
+    let counts = |text: &&Text| match text.kind {
+        Kind::Comment(_) => true,
+        Kind::Literal => text.first < tests_begin,
+        Kind::Raw => false,
+    };
+    texts.iter().filter(counts).flat_map(sentences).collect()
+}
+
+/// Returns the index of the first line of the tests in this file, or the number of its lines.
+fn tests_begin(source: &Source) -> usize {
+    let is_tests = |part: &std::ffi::OsStr| part == "tests" || part.to_string_lossy().ends_with("tests.rs");
+    // tests/src and tests/sim are programs; the folder tests at the top has them, too.
+    let mut parts = source.path.iter().skip(1);
+    if parts.any(is_tests) {
+        return 0;
+    }
+    let begins =
+        |pair: &[String]| pair[0] == "#[cfg(test)]" && pair[1].starts_with("mod ") && pair[1].ends_with('{');
+    source.lines.windows(2).position(begins).unwrap_or(source.lines.len())
+}
+
+fn long_sentences(source: &Source) -> Vec<String> {
+    let is_long = |(at, sentence): (usize, String)| {
+        let count = count_words(&sentence);
+        (count > SENTENCE_WORDS_MAX).then(|| source.at(at, &format!("{count} words: {sentence}")))
+    };
+    prose(source).into_iter().filter_map(is_long).collect()
+}
+
+fn avoided_texts(source: &Source) -> Vec<String> {
+    // CONTRIBUTING has them as examples.
+    if source.path.ends_with("CONTRIBUTING.md") || source.path.ends_with(file!()) {
+        return Vec::new();
+    }
+    let is_bad = |sentence: &str| {
+        let sentence = sentence.to_lowercase().replace('`', "_");
+        AVOIDED_IN_TEXTS.iter().any(|words| has_words(&sentence, words))
+    };
+    let bad = prose(source).into_iter().filter(|(_, sentence)| is_bad(sentence));
+    bad.map(|(at, sentence)| source.at(at, &sentence)).collect()
+}
+
+/// Returns the string literals outside of tests that start with one of [`LITERAL_OPENERS`].
+fn bad_literals(source: &Source) -> Vec<String> {
+    let tests_begin = tests_begin(source);
+    let is_bad = |text: &&Text| {
+        let start = text.text.trim_start_matches([':', ';', ',', ' ']).to_lowercase();
+        let has_opener = LITERAL_OPENERS
+            .iter()
+            .any(|word| start.strip_prefix(word).is_some_and(|rest| rest.starts_with([' ', '\''])));
+        text.kind == Kind::Literal && text.first < tests_begin && has_opener
+    };
+    let texts = of_rust(&source.lines.join("\n"));
+    texts.iter().filter(is_bad).map(|text| source.at(text.first, &text.text)).collect()
 }
 
 fn long_comments(source: &Source) -> Vec<String> {
@@ -344,6 +434,29 @@ fn actors_are_named() {
     check(&found, AVOIDED_WORDS, "AVOIDED_WORDS", "name the actor, and negate the verb");
 }
 
+/// Returns the files whose sentences count.
+fn files_with_prose() -> Vec<Source> {
+    ["rs", "proto", "md"].into_iter().flat_map(files_with).collect()
+}
+
+#[test]
+fn sentences_are_short() {
+    let found: Vec<String> = files_with_prose().iter().flat_map(long_sentences).collect();
+    check(&found, LONG_SENTENCES, "LONG_SENTENCES", "a sentence has at most 25 words");
+}
+
+#[test]
+fn texts_name_the_actor() {
+    let found: Vec<String> = files_with_prose().iter().flat_map(avoided_texts).collect();
+    check(&found, AVOIDED_TEXTS, "AVOIDED_TEXTS", "write the standard verb, and negate the verb");
+}
+
+#[test]
+fn messages_start_with_the_thing() {
+    let found: Vec<String> = sources().iter().flat_map(bad_literals).collect();
+    check(&found, BAD_LITERALS, "BAD_LITERALS", "a text does not start with it, its, one or that");
+}
+
 #[test]
 fn doc_comments_have_no_examples_to_run() {
     let found: Vec<String> = sources().iter().flat_map(doc_tests).collect();
@@ -397,6 +510,41 @@ fn avoided_words_count_in_any_case_but_not_in_names() {
         "fn nobody_waits() {}\n/// Nobody waits.\nlet a = \"as there is no disk\";\nstruct NobodyElse;\n";
     let found = avoided_words(&Source::new("a.rs", text));
     assert_eq!(found, ["a.rs:2: /// Nobody waits.", "a.rs:3: let a = \"as there is no disk\";"]);
+}
+
+#[test]
+fn sentences_end_at_full_stops_of_one_comment() {
+    let half = "word ".repeat(SENTENCE_WORDS_MAX / 2 + 1);
+    let text = format!(
+        "/// {half}\n/// {half}end. Next.\n//! {half}\n//! Stop. {half}\n\nlet a = \"{half}\\\n   {half}\";\n\
+         /// - {half}\n/// - {half}\n#[cfg(test)]\nmod tests {{\nlet a = \"{half}{half}\";\n}}\n"
+    );
+    let found = long_sentences(&Source::new("a.rs", &text));
+    let places: Vec<&str> = found.iter().filter_map(|one| one.split(" words").next()).collect();
+    assert_eq!(places, ["a.rs:1: 27", "a.rs:6: 26"]);
+}
+
+#[test]
+fn tables_code_and_headings_have_no_sentences() {
+    let long = "word ".repeat(SENTENCE_WORDS_MAX + 1);
+    let text = format!("# {long}\n| {long} |\n```\n{long}\n```\n\n    {long}\n\n{long}\n");
+    assert_eq!(long_sentences(&Source::new("a.md", &text)), [format!("a.md:9: 26 words: {}", long.trim())]);
+}
+
+#[test]
+fn avoided_texts_count_outside_of_backquotes_and_tests() {
+    let text = "// `goes` is a flag.\n\n// The engine\n// is told.\nlet a = \"there \\\n  are no disks\";\n\
+                fn goes() {}\n#[cfg(test)]\nmod tests {\n    let a = \"it goes\";\n}\n";
+    let found = avoided_texts(&Source::new("a.rs", text));
+    assert_eq!(found, ["a.rs:3: The engine is told.", "a.rs:5: there are no disks"]);
+}
+
+#[test]
+fn literals_start_with_the_thing_also_after_punctuation() {
+    let text =
+        "let a = [\"it is\", \"item\", \": its end\", r\"it is\", \"One day\", 'x', \"a\"];\n// it is\n";
+    let found = bad_literals(&Source::new("a.rs", text));
+    assert_eq!(found, ["a.rs:1: it is", "a.rs:1: : its end", "a.rs:1: One day"]);
 }
 
 #[test]

@@ -3,8 +3,8 @@
 //! Every write has an id, and a sector's content is the id of the write that it shows (0: zeroes). The
 //! checker knows when each write was submitted and when it ended, and from that which ids a read may return:
 //!
-//! - never one that a later write has surely replaced: the later one was submitted after the earlier ended,
-//!   and took effect (was acknowledged, or was read) before the read began;
+//! - never one that a later write has surely replaced. That write was submitted after the earlier ended, and
+//!   was acknowledged or read before the read began;
 //! - after a loss of power that no host survives, also data that was replaced by writes without a flush.
 
 /// The id of a write; 0 stands for zeroes.
@@ -256,7 +256,8 @@ impl Checker {
                     .map(|w| (w.id, w.submitted, w.ended, w.effective, w.durable, w.dead))
                     .collect();
                 return Err(format!(
-                    "sector {} reads as write {id} at {now} (asked at {start}); (id, submitted, ended, effective, durable, dead): {known:?}",
+                    "sector {} reads as write {id} at {now} (asked at {start}); (id, submitted, ended, \
+                     effective, durable, dead): {known:?}",
                     first_sector + at
                 ));
             };

@@ -162,8 +162,8 @@ pub struct Rotten {
     is_reported: bool,
     /// The data that an engine has decided for, if it could not be written: that of another member.
     owed: Option<Block>,
-    /// True if a repair shows the data from before the rot, and that is not the right one: a reader sees
-    /// [`ROT`] in its place, but its sum.
+    /// True if a repair shows the data from before the rot, and that is not the right one. A reader sees
+    /// [`ROT`] with the sum of that data.
     shows_former: bool,
     /// True if the replica process has met the rot, or other rot in the same page of sums.
     is_met: bool,

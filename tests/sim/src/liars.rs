@@ -1,5 +1,5 @@
-//! Replicas that lie for a while, and lie on when all other trouble is over: as far as the others are enough,
-//! the volume has to start and to come back without their help.
+//! Replicas that lie for a while, also after all other trouble. If the others are enough, the volume has to
+//! start and to become healthy without their help.
 
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{Members, ReplicaId, View};
@@ -97,8 +97,8 @@ impl Simulation {
         })
     }
 
-    /// Returns true if replicas that do not lie at proposals are more than half of every view that may count,
-    /// and one of them is in all of these views and has kept everything. It looks at the disks directly.
+    /// Returns true if replicas that do not lie at proposals are more than half of every view that may count.
+    /// One of them must be in all of these views and have kept everything. It looks at the disks directly.
     fn could_start_without_liars(&self) -> bool {
         let engine = self.hosts[self.controller.host].engine.and_then(|engine| self.engines.get(&engine));
         let has_tried =

@@ -1,5 +1,5 @@
 //! A deterministic simulation of one volume: the real engine core, view rules, region keeping and layer
-//! plans, over simulated disks, connections, hosts, a controller and a guest.
+//! plans. Disks, connections, hosts, a controller and a guest are simulated.
 //!
 //! A run follows from its [`Script`] alone, and a script from a seed. For a while the simulation has trouble.
 //! Processes are killed or stopped, hosts lose power, connections break, stall or fall silent. Disks are
@@ -513,9 +513,9 @@ fn is_torn(sim: &Simulation) -> bool {
     sim.is_torn && sim.replicas.iter().any(|replica| replica.gone)
 }
 
-/// Returns true if half of the volume is left, and the arbiter of a restored store cannot grant that it
-/// continues: the missing replicas may have continued alone. Or each half has stored a view of its own, and
-/// the record of the granted one is lost.
+/// Returns true if half of the volume is left, and the arbiter of a restored store cannot grant a view to it.
+/// The missing replicas may have continued alone. Or each half has stored a view of its own, and the record
+/// of the granted one is lost.
 fn waits_in_vain(sim: &Simulation) -> bool {
     let is_gone = |replica: &Replica| replica.gone || replica.is_rolled_back;
     let is_half_gone = sim.replicas.iter().any(is_gone) || sim.is_torn;

@@ -38,7 +38,7 @@ struct Saved {
 }
 
 /// A restored disk is recognised by the stamps of the other members if the replica was sent so many more
-/// since: they have all of these but the last.
+/// since. The others have all of these but the last.
 const STAMPS_THAT_TELL: u32 = 3;
 /// And if no quorum of the view is without another one of them, which is as it was.
 const MEMBERS_THAT_TELL: usize = 3;
@@ -109,8 +109,8 @@ pub struct Replica {
     /// A block with rot that the process knew, until a request that has not given it other data.
     pub forgotten_rot: Option<u64>,
     /// Sound blocks that may look rotten. An engine knew of rot, which was repaired since, and a write of the
-    /// whole block has failed: the member cannot know that no other one has decided. Or several requests have
-    /// overwritten the rot, and the process has ended in between, or one has failed.
+    /// whole block has failed. The member cannot know whether another one has decided. Or several requests
+    /// have overwritten the rot, and the process has ended in between, or one has failed.
     pub doubted: BTreeSet<u64>,
     /// A block that counts as lost, although a request has given it other data.
     pub stale_lost: Option<u64>,

@@ -49,7 +49,7 @@ pub struct Measured {
 #[derive(Debug)]
 pub struct Target {
     kind: TargetKind,
-    // Dropped in this order: the server goes before its files do.
+    // Dropped in this order: the server ends before its files are removed.
     server: Server,
     folder: TempDir,
     size: String,

@@ -37,8 +37,8 @@ impl Outcome {
     pub fn describe(&self, episode: &Episode) -> String {
         let replicas: Vec<usize> = episode.hits.iter().map(|hit| hit.replica).collect();
         format!(
-            "episode {}: {} of {replicas:?} for {:.1} s; longest wait {:.2} s ({}), limit {:.1} s; \
-             {} errors; {} ends of engines; whole after {:.1} s; the machine was late by {:.2} s",
+            "episode {}: {} of {replicas:?}, {:.1} s; longest wait {:.2} s ({}), limit {:.1} s; {} errors; \
+             {} ends of engines; whole after {:.1} s; machine late by {:.2} s",
             episode.number,
             name_of(episode.row),
             self.times.faults.as_secs_f64(),
@@ -226,7 +226,8 @@ impl Report {
         };
         writeln!(
             to,
-            "{:<47} {:>8} {:>6} {:>6} {:>5} {:>4} {:>6} {:>9.2} {:>6.2} of {:>5.1}  {:<7} {beyond}{:.0} s: {}",
+            "{:<47} {:>8} {:>6} {:>6} {:>5} {:>4} {:>6} {:>9.2} {:>6.2} of {:>5.1}  {:<7} {beyond}{:.0} s: \
+             {}",
             name_of(row),
             figures.episodes,
             figures.faults,
@@ -263,16 +264,16 @@ impl Display for Report {
         self.rows.iter().try_for_each(|(row, figures)| self.show_row(*row, *figures, to))?;
         writeln!(
             to,
-            "\nAn episode has {VIEW_WRITES} times the longest delay of a durable write in its time beyond the limit, at most {} s: a \
-             thread measures it on the disk of the replicas' files.",
+            "\nAn episode has {VIEW_WRITES} times the longest delay of a durable write in its time beyond \
+             the limit, at most {} s. A thread measures it on the disk of the replicas' files.",
             MACHINE_MAX.as_secs()
         )?;
         let mut total = Figures::default();
         self.rows.values().for_each(|figures| total.add(*figures));
         writeln!(
             to,
-            "\n{} faults in {} episodes, {} wrong reads, {} volumes whose replicas differ at the end; {} requests answered, {} \
-             connections of the loads made again",
+            "\n{} faults in {} episodes, {} wrong reads, {} volumes whose replicas differ at the end; {} \
+             requests answered, {} connections of the loads made again",
             total.faults,
             total.episodes,
             total.wrong,
@@ -280,7 +281,7 @@ impl Display for Report {
             self.answered,
             self.reconnections
         )?;
-        show_list(to, "Errors and ends of engines while there was no majority", &self.honest)?;
+        show_list(to, "Errors and ends of engines without a majority", &self.honest)?;
         show_list(to, "MUST NOT BE", &self.problems)?;
         let ends: Vec<String> = self.ends.iter().map(|(end, count)| format!("{count} × {end}")).collect();
         show_list(to, "Processes that have ended by themselves and were started again", &ends)

@@ -1,8 +1,7 @@
 //! The virtual hardware: one fixed machine, described to QEMU.
 //!
-//! A saved machine can be loaded only into the same hardware, so one description serves for baking a
-//! template, for cloning it and for booting cold. Parts that differ between VMs (disks, files) are plugged in
-//! later.
+//! A saved machine can be loaded only into the same hardware. One description serves for baking a template,
+//! for cloning it and for booting cold. Parts that differ between VMs (disks, files) are plugged in later.
 
 use std::ffi::OsString;
 use std::os::fd::RawFd;

@@ -36,8 +36,8 @@ pub(super) fn expand(
         // The controller has answered, so it will not have them while it is in use. Kubelet takes this code
         // for that and asks at the next mount, which is after the next staging.
         let message = format!(
-            "the device has {} bytes, and {required_bytes} are required: it has its new size when the volume is attached again, or \
-             staged again on this node once nothing uses it",
+            "the device has {} bytes, and {required_bytes} are required: attach the volume again, or stage \
+             it again on this node once nothing uses it",
             device.size_bytes
         );
         return Err(CsiError::Precondition(message));

@@ -43,8 +43,8 @@ pub(crate) struct Slot {
     pub no_space: PeerMask,
     /// Members that hold rot in the range of a verified read.
     pub rotten: PeerMask,
-    /// The progress of a read that goes block by block, because every member holds rot in some block. None
-    /// for other reads.
+    /// The progress of a read that proceeds block by block, because every member holds rot in some block.
+    /// None for other reads.
     pub narrow_at_bytes: Option<u64>,
     /// The error in the answer of the last member, if any.
     pub error: Option<Errno>,

@@ -208,7 +208,7 @@ pub async fn open<E: OpeningEngine>(
     let mut change = ViewChange::new(plan.basis.honoured, view);
     let is_asked = |id| !plan.blank.contains(id) && !left_out.contains(id);
     let asked = reached.iter().map(|one| one.replica).filter(|id| is_asked(*id));
-    let stored = Members::new(asked).unwrap_or_default(); // there are no more replicas than a set can have
+    let stored = Members::new(asked).unwrap_or_default(); // a volume has no more replicas than a set can have
     if change.would_need_grant(&stored) {
         // Nothing is proposed before the grant. A view that one half has stored and that is never granted
         // would stand in the way of the other half for ever.

@@ -307,7 +307,7 @@ fn a_newer_engine_without_proof_is_a_failure_of_the_replica() {
     let proof = session().prove_holder(Generation::new(4, 0)).proof;
     bench.say(&refusal_of_a_proposal(Holder { generation: Generation::new(5, 0), proof }));
     assert!(bench.notice.is_none());
-    assert!(bench.lost().contains("without the proof"), "{}", bench.lost());
+    assert!(bench.lost().contains("without a proof"), "{}", bench.lost());
 }
 
 #[test]

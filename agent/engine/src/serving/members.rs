@@ -32,7 +32,11 @@ impl Serving<'_> {
         }
         let (delay, message) = self.delay_of(peer, cause);
         if delay != NO_DELAY {
-            tracing::warn!(volume = %self.spec.volume, %replica, "a replica is left out for a while: {message}");
+            tracing::warn!(
+                volume = %self.spec.volume,
+                %replica,
+                "a replica is left out for a while: {message}"
+            );
         }
         self.publish_member(replica, |member| {
             member.mode = MemberMode::Failed;
@@ -59,17 +63,17 @@ impl Serving<'_> {
         let message = match delay {
             NO_DELAY => String::new(),
             RebuildDelay::For(pause) if cause == DropCause::Late => {
-                format!("; it was late {times} times: it stays out for {} s", pause.as_secs())
+                format!("; late {times} times: stays out for {} s", pause.as_secs())
             }
             RebuildDelay::For(pause) if cause == DropCause::Full => {
-                format!("; its disk is full: it stays out for {} s", pause.as_secs())
+                format!("; the disk is full: stays out for {} s", pause.as_secs())
             }
             RebuildDelay::For(pause) => {
-                format!("; its connections break often: it stays out for {} ms", pause.as_millis())
+                format!("; connections break often: stays out for {} ms", pause.as_millis())
             }
             RebuildDelay::Out => format!(
-                "; it was late {times} times: it stays out until a scrub is ordered, half of the other replicas are lost, or the \
-                 volume is attached again"
+                "; late {times} times: stays out until a scrub is ordered, half of the other replicas are \
+                 lost, or the volume is attached again"
             ),
         };
         (delay, message)
@@ -80,10 +84,16 @@ impl Serving<'_> {
         let Some(replica) = self.replica(peer) else { return };
         let answers = if is_silent { "nothing, not even PING" } else { "PING, but not its requests" };
         let message = format!(
-            "it has been late for {late_ms} ms and answers {answers}; requests wait for it, because the others cannot \
-             continue without it"
+            "late for {late_ms} ms, answers {answers}; requests wait for this replica, because the others \
+             cannot continue without it"
         );
-        tracing::warn!(volume = %self.spec.volume, %replica, late_ms, is_silent, "requests wait for a member that is late");
+        tracing::warn!(
+            volume = %self.spec.volume,
+            %replica,
+            late_ms,
+            is_silent,
+            "requests wait for a member that is late"
+        );
         self.publish_member(replica, |member| {
             if member.mode == MemberMode::Member {
                 // The core repeats it if the replica begins or ceases to answer PING.
@@ -98,9 +108,20 @@ impl Serving<'_> {
         let Some(replica) = self.replica(peer) else { return };
         let volume = &self.spec.volume;
         if is_copied {
-            tracing::error!(%volume, %replica, %range, "data of the volume is damaged, and no replica has a sound copy: it is copied as it is; restore it from a backup");
+            tracing::error!(
+                %volume,
+                %replica,
+                %range,
+                "data of the volume is damaged, and no replica has a sound copy: it is copied as it is; \
+                 restore it from a backup"
+            );
         } else {
-            tracing::error!(%volume, %replica, %range, "the disk of a replica has changed or lost data: it is copied from another replica");
+            tracing::error!(
+                %volume,
+                %replica,
+                %range,
+                "the disk of a replica has changed or lost data: it is copied from another replica"
+            );
         }
         self.publish_member(replica, |member| {
             if is_copied {

@@ -285,7 +285,7 @@ impl Connection {
     /// Reads the header of the next request; returns false if it has to wait.
     fn next_request(&mut self, shared: &mut ConnectionContext, io: &mut QueueIo<'_>) -> bool {
         if self.replies >= shared.replies_max {
-            return false; // goes on when some are sent
+            return false; // continues when some are sent
         }
         let header = match RequestHeader::parse(self.stream.bytes()) {
             None => {
@@ -293,7 +293,11 @@ impl Connection {
                 return false;
             }
             Some(Err(bad)) => {
-                tracing::warn!(volume = %shared.export.name, magic = bad.0, "NBD client sent no request: closed");
+                tracing::warn!(
+                    volume = %shared.export.name,
+                    magic = bad.0,
+                    "NBD client sent no request: closed"
+                );
                 self.lose();
                 return false;
             }
@@ -365,7 +369,7 @@ impl Connection {
         let parts = if self.waits_for_all(&command) { command.rest_bytes.div_ceil(MAX_IO_BYTES) } else { 1 };
         let parts = u16::try_from(parts).unwrap_or(u16::MAX);
         if !shared.share.claim(self.id, parts) {
-            return false; // goes on when slots are given back
+            return false; // continues when slots are given back
         }
         for _ in 0..parts {
             self.make_part(id, shared, io);

@@ -44,9 +44,9 @@ impl Fetching {
 pub(super) fn cannot_map(queue: u16, error: &io::Error) -> io::Error {
     let reason = match error.raw_os_error() {
         Some(libc::EINVAL) => {
-            ": a process has died while it took the device over, after it had mapped them and before it had fetched every \
-             tag, and this kernel lets no other process take the device over after that; detach the volume, which removes \
-             the device (requests that wait for it fail), or use Linux 6.15 or later"
+            ": a process died after it had mapped them and before it had fetched every tag. This kernel lets \
+             no other process take the device over then. Detach the volume, which removes the device and \
+             fails its waiting requests, or use Linux 6.15 or later"
         }
         _ => "",
     };

@@ -322,8 +322,8 @@ impl UblkDevice {
         let (fetched, queues) = (self.fetching.queues(), self.info.queues);
         if source.kind() == io::ErrorKind::TimedOut && fetched < queues {
             let hint = format!(
-                ": the driver waits for all queues, and {fetched} of {queues} have fetched their tags; the thread of \
-                 another one hangs or has ended, and the log of this process has the reason"
+                ": the driver waits for all queues, and {fetched} of {queues} have fetched their tags. The \
+                 thread of another queue hangs or has ended: see the log of this process"
             );
             return FrontendError::System { action: action + &hint, source };
         }
@@ -393,7 +393,7 @@ impl Device for UblkDevice {
     fn resize(&mut self, size_bytes: u64) -> Result<(), FrontendError> {
         if self.info.flags & abi::F_UPDATE_SIZE == 0 {
             return Err(unsupported(format!(
-                "the driver of kernel {} can not resize a device that is in use; detach the volume and attach it \
+                "the driver of kernel {} cannot resize a device in use; detach the volume and attach it \
                  again, or use Linux 6.16 or later",
                 kernel_release::release()
             )));

@@ -11,8 +11,8 @@ use crate::limits::MAX_LAYERS;
 pub enum ChainError {
     /// A document has changed since it was written.
     #[error(
-        "{name} does not match its check: it is damaged. Rebuild the replica from another one, or put the file back \
-         from a copy; if it was edited on purpose, take the field {field} out of it"
+        "{name} does not match its check: it is damaged. Rebuild the replica from another one, or put the \
+         file back from a copy. If the edit was intended, remove the field {field}"
     )]
     Check {
         /// The file.
@@ -92,9 +92,9 @@ pub enum ChainError {
     },
     /// The image of a removed layer's only child is missing, for an unknown reason.
     #[error(
-        "{image} is missing, but {needed_by} needs it; its parent {parent} is marked as removed, so either a \
-         Longhorn purge stopped between folding it into {parent} and renaming that, or the file was lost. If a \
-         purge was running, rename {parent} to {image}; else rebuild the replica from another one"
+        "{image} is missing, but {needed_by} needs it; its parent {parent} is marked as removed. Either a \
+         Longhorn purge stopped between folding it into {parent} and renaming that, or the file was lost. If \
+         a purge was running, rename {parent} to {image}; else rebuild the replica from another one"
     )]
     AmbiguousFold {
         /// The missing file.
@@ -125,7 +125,8 @@ pub enum ChainError {
     TooManyLayers,
     /// The head is not as large as the volume.
     #[error(
-        "{image} has {size_bytes} bytes, but the volume has {volume_bytes}: the file was truncated or replaced"
+        "{image} has {size_bytes} bytes, but the volume has {volume_bytes}: the file was truncated or \
+         replaced"
     )]
     HeadSize {
         /// The file.
@@ -137,7 +138,8 @@ pub enum ChainError {
     },
     /// A layer is larger than the one above it; volumes never shrink.
     #[error(
-        "{child} has {child_bytes} bytes, less than its parent {image} with {size_bytes}: {child} was truncated"
+        "{child} has {child_bytes} bytes, less than its parent {image} with {size_bytes}: {child} was \
+         truncated"
     )]
     LayerShrinks {
         /// The larger, lower layer.
@@ -152,8 +154,8 @@ pub enum ChainError {
     /// A layer is smaller than the one above it and nothing says that the volume was expanded between.
     #[error(
         "{image} has {size_bytes} bytes, less than {child} above it with {child_bytes}, and no expansion \
-         explains it: the file was truncated. If Longhorn has expanded the volume and purged that snapshot since, open it \
-         once with 'accept short layers'"
+         explains it: the file was truncated. If Longhorn has expanded the volume and purged that snapshot \
+         since, open it once with 'accept short layers'"
     )]
     ShortLayer {
         /// The smaller, lower layer.

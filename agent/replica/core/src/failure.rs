@@ -69,12 +69,14 @@ impl ReplicaFailure {
                 "{message}{times}; the process ends once no engine is connected, and is started again"
             ),
             Some(pause) => format!(
-                "{message}{times}; the process ends {} s after the failure, once no engine is connected, and is started again",
+                "{message}{times}; the process ends {} s after the failure, once no engine is connected, and \
+                 is started again",
                 pause.as_secs()
             ),
             None => format!(
-                "{message}{times}; that data may be gone could not be recorded, so the process stays and answers with errors until \
-                 that is possible; if it is restarted before that and before the host is, rebuild the replica"
+                "{message}{times}; the possible loss of data is not recorded yet, and the process answers \
+                 with errors until that is done. If the process is restarted earlier, and the host is not, \
+                 rebuild the replica"
             ),
         }
     }

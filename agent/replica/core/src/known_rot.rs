@@ -5,18 +5,18 @@
 //! sums are therefore kept, for every block until that block gets other data.
 //!
 //! A request that gives a block other data may fail for lack of space, and may have done a part. Until its
-//! outcome is known, and after it has failed, the block is sound if it holds its correct former data or the
-//! data of the request. All other data is rot, as before. The data of a repair has the known sum: that sum
-//! stays, whatever the outcome of the request.
+//! outcome is known, and after it has failed, the former data and the data of the request are both sound. All
+//! other data is rot, as before. The data of a repair has the known sum: that sum stays, whatever the outcome
+//! of the request.
 //!
 //! A request that changes a part of a block merges it with the data of the block. If that is rot, the result
 //! is rot too, also if the request succeeds, until such requests have changed every sector. Between them the
 //! block has to stay as it is: if its disk has changed it once more, none of its sectors counts.
 //!
-//! If an engine knows that the block holds rot, other members decide about its data: what they have may be
-//! that of a request which has failed here. It is then the only sound data, also if it cannot be written here
-//! for lack of space. The repair of a layer may show the former data again, and is no decision: a block is as
-//! sound after it as its sum says.
+//! If an engine knows that the block holds rot, other members decide about its data. They may have the data
+//! of a request that has failed here. It is then the only sound data, also if it cannot be written here for
+//! lack of space. The repair of a layer may show the former data again, and is no decision: the sum alone
+//! says whether the block is sound.
 //!
 //! The repair of a layer may also show data in a block that has read as zeroes until then. Either may be
 //! right: the disk has lost the block, and a request has made zeroes of it since, or none has. If no sum says
@@ -27,9 +27,9 @@
 //! for the whole block is durable: see [`KnownRot::cured_by`]. It is never forgotten for another reason. No
 //! sum stands for its data, so that no data which it gets by a merge, or by rot, can look sound.
 //!
-//! The number of known blocks is bounded. A block is forgotten when the block gets other data, and
-//! when it was read back sound and its sum is durable again. If a page with rot exceeds it, its blocks
-//! must not be modified, because that would invalidate its sums. The rot thus stays known by the page.
+//! The number of known blocks is bounded. A block is forgotten when it gets other data. It also is when it was
+//! read back sound and its sum is durable again. If a page with rot exceeds the limit, its blocks must not be
+//! modified, because that would invalidate its sums. The rot thus stays known by the page.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -184,8 +184,8 @@ impl<R> Known<R> {
         self.merged.iter().filter(|merged| merged.sum == sum).fold(0, |fresh, merged| fresh | merged.fresh)
     }
 
-    /// A request has decided about its data, with which it stays known. Returns false if its sum is not
-    /// known.
+    /// A request has decided about the data, and the block stays known with it. Returns false if its sum is
+    /// not known.
     fn decide(&mut self, after: After) -> bool {
         let After::Sum(sum) = after else { return false };
         *self = Known::new(Some(sum));
@@ -254,9 +254,9 @@ impl<R: Copy + PartialEq> KnownRot<R> {
     }
 
     /// The repair of a layer is about to show other data, with the sum `shown`, in a block that reads as
-    /// `zeroes` now, and that no request is modifying. `kept` is its sum in a page, if that counts. If
-    /// nothing decides, the block counts as rot from now on, so that other members decide. Such blocks get
-    /// no more than half of the limit.
+    /// `zeroes` now. No request is modifying the block. `kept` is its sum in a page, if that counts. If
+    /// nothing decides, the block counts as rot from now on, so that other members decide. Such blocks get no
+    /// more than half of the limit.
     pub fn decide_about_hole(
         &mut self,
         block: u64,
@@ -426,8 +426,8 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         })
     }
 
-    /// The sum to store for a block that has this one now: rot keeps the sum of the correct data, and a lost
-    /// block gets one that its data does not have.
+    /// Returns the sum to store for a block whose data has the sum `found`. Rot keeps the sum of the correct
+    /// data, and a lost block gets a wrong sum.
     #[must_use]
     pub fn sum_to_store(&self, block: u64, found: u32) -> u32 {
         match (self.is_rotten(block, found), self.blocks.get(&block)) {
@@ -462,8 +462,8 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         self.under_way > 0 && self.blocks.values().any(is_its)
     }
 
-    /// Records that the request for `range` has merged its part of the block with the former data, which had
-    /// the sum `before`; the result has the sum `after`.
+    /// Records that the request for `range` has merged its part of the block with the former data. The sum
+    /// was `before` and is `after` now.
     pub fn merged(&mut self, request: R, range: ByteRange, block: u64, (before, after): (u32, u32)) {
         let Some(known) = self.blocks.get_mut(&block) else { return };
         let fresh = known.fresh(before) | sectors(block, range);

@@ -66,8 +66,8 @@ pub enum Denied {
     Regions(#[from] IntentLogError),
     /// A member of the volume would be thrown away.
     #[error(
-        "replica {0} holds data and is a member by the views that it knows: if it is no longer a member, send it \
-         the committed view first"
+        "replica {0} holds data and is a member in the views that it knows: if it has left, send it the \
+         committed view first"
     )]
     IsMember(ReplicaId),
     /// Requests are in flight while the files under them are to be replaced.

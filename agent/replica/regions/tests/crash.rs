@@ -33,7 +33,7 @@ enum Event {
     Begin {
         lazy: bool,
     },
-    /// The how-manieth of the writes under way ends, well or not.
+    /// A write under way ends, with or without an error.
     End {
         which: prop::sample::Index,
         well: bool,

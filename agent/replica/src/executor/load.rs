@@ -48,8 +48,9 @@ impl Loaded {
         open_sets(store, &state, &mut marks)?;
         if state.intent_log().has_lost_cache() {
             tracing::warn!(
-                "the host was restarted while this replica was open, or its disk has failed: until all regions that were \
-                 written lately have been copied from another replica, or are known to be equal, others are preferred to it"
+                "the host was restarted while this replica was open, or its disk has failed. Other replicas \
+                 are preferred until all regions that were written lately are copied from them or known to \
+                 be equal"
             );
         }
         Ok(Loaded { state, marks, block_sums })

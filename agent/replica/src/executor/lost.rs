@@ -24,8 +24,8 @@ impl BlockSums {
             FoundLostBlocks::Known(lost) => self.lost = lost,
             FoundLostBlocks::Damaged => {
                 tracing::error!(
-                    "the record of the blocks that are lost (shorthorn.lost-blocks) is damaged: this replica has to be \
-                     rebuilt, because it cannot tell rot from data; if it is the last one, salvage it"
+                    "the record of lost blocks (shorthorn.lost-blocks) is damaged, and this replica cannot \
+                     distinguish rot from data. Rebuild the replica; if it is the last one, salvage it"
                 );
                 store.distrust_data()?;
             }
@@ -150,15 +150,18 @@ impl Executor {
             lost.insert(number, LostBlock::new(sum));
             self.block_sums.known.keep_lost([number]);
         }
-        tracing::error!(%blocks, "copied data that no member has a sound copy of: reads of it that are verified fail");
+        tracing::error!(
+            %blocks,
+            "copied data that no member has a sound copy of: reads of it that are verified fail"
+        );
         self.record_lost(lost)
     }
 
     fn record_lost(&mut self, lost: LostBlocks) -> OperationResult {
         if lost.len() > LOST_BLOCKS_MAX {
             tracing::error!(
-                "more than {LOST_BLOCKS_MAX} blocks are lost, which cannot be recorded: this replica cannot be made; restore \
-                 the volume from a backup, or overwrite the damaged blocks"
+                "more than {LOST_BLOCKS_MAX} blocks are lost, which cannot be recorded: this replica cannot \
+                 be made. Restore the volume from a backup, or overwrite the damaged blocks"
             );
             return Err(Errno::new(libc::EOVERFLOW));
         }

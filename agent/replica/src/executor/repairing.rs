@@ -255,7 +255,7 @@ impl Executor {
     }
 
     /// Writes zeroes to the head, and makes all of it durable. Otherwise a loss of power after the repair
-    /// could show the layer's data in place of these zeroes, or of those that a request has overwritten.
+    /// could show the layer's data in place of zeroes, or of data of a request.
     fn write_zeroes_durably(&mut self, blocks: &[ByteRange]) -> Result<(), ReplicaError> {
         for block in blocks {
             self.flushes.changed();

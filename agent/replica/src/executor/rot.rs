@@ -110,8 +110,11 @@ impl Executor {
     fn report_too_much_rot(&mut self, page: ByteRange) {
         self.block_sums.untracked += 1;
         if self.block_sums.untracked <= REPORTED_ROTTEN_MAX {
-            tracing::error!(%page, "more blocks hold rot than can be tracked: modifications here fail, because they would make \
-                 the rest of the rot look sound; repair the volume by a scrub, or replace this replica");
+            tracing::error!(
+                %page,
+                "more blocks hold rot than can be tracked: modifications here fail, because they would make \
+                 the rest of the rot look sound. Repair the volume by a scrub, or replace this replica"
+            );
         }
     }
 

@@ -63,8 +63,8 @@ pub enum StoreError {
     ReadOnly(PathBuf),
     /// The file system allocates more than a block at a time.
     #[error(
-        "the file system of {} allocates {unit_bytes} bytes for a write of 4096, which would hide data of older \
-         layers; put replicas on a file system with blocks of at most 4096 bytes", directory.display()
+        "the file system of {} allocates {unit_bytes} bytes for a write of 4096, which would hide data of \
+         older layers. Put replicas on a file system with blocks of at most 4096 bytes", directory.display()
     )]
     AllocationUnit {
         /// The replica's directory.
@@ -74,9 +74,9 @@ pub enum StoreError {
     },
     /// The file system allocates less than a block at a time.
     #[error(
-        "the file system of {} has blocks of {unit_bytes} bytes: after a loss of power a part of a block of 4096 could be \
-         missing. Make a file system with blocks of 4096 bytes (mkfs.ext4 -b 4096) and have the replica rebuilt on it; \
-         to read the volume here still works", directory.display()
+        "the file system of {} has blocks of {unit_bytes} bytes: after a loss of power a part of a block of \
+         4096 could be missing. Make a file system with blocks of 4096 bytes (mkfs.ext4 -b 4096) and have \
+         the replica rebuilt on it. Reading the volume here still works", directory.display()
     )]
     SmallAllocationUnit {
         /// The replica's directory.
@@ -97,15 +97,15 @@ pub enum StoreError {
     },
     /// The directory belongs to a volume with another secret.
     #[error(
-        "{} belongs to a volume with another secret, maybe one that had this name before: move the directory away. If it \
-         is of this volume, as after a restore of the controller's store from a backup, remove shorthorn.fingerprint in \
-         it instead", .0.display()
+        "{} belongs to a volume with another secret, maybe one that had this name before: move the directory \
+         away. If it is of this volume, as after a restore of the controller's store from a backup, remove \
+         shorthorn.fingerprint in it instead", .0.display()
     )]
     OtherSecret(PathBuf),
     /// The fingerprint of the volume's secret cannot be read.
     #[error(
-        "{} is damaged: {reason}; it says which volume the directory belongs to. If the directory is of this volume, remove \
-         the file", path.display()
+        "{} is damaged: {reason}; it says which volume the directory belongs to. If the directory is of this \
+         volume, remove the file", path.display()
     )]
     FingerprintDamaged {
         /// The file.
@@ -123,8 +123,8 @@ pub enum StoreError {
     },
     /// A newer version has written the record of an unfinished copy.
     #[error(
-        "{} has format {format}, this program knows {known}: run the version of shorthorn-agent that has begun the copy, or \
-         remove the directory of the replica, and it is recreated from another replica", path.display()
+        "{} has format {format}, this program knows {known}. Run the version of shorthorn-agent that began \
+         the copy, or remove the directory: the replica is then recreated from another one", path.display()
     )]
     CopyFormat {
         /// The file.

@@ -35,16 +35,16 @@ impl Store {
             Ok(bytes) => {
                 let head = self.image.head_name();
                 self.opening.add_repair(format!(
-                    "made holes of {bytes} bytes of {head} that were allocated and never written: Longhorn would take \
-                     them for zeroes"
+                    "made holes of {bytes} bytes of {head} that were allocated and never written: Longhorn \
+                     would take them for zeroes"
                 ));
             }
             // A failed flush has lost data, for a lack of space too.
             Err(error @ StoreError::Io { .. }) if is_full(error.errno()) => {
                 let head = self.image.head_name();
                 self.opening.add_repair(format!(
-                    "{head} may have blocks that are allocated and were never written, and the disk has no space to make \
-                     holes of them: {error}; the replica's directory stays dirty until it has"
+                    "{head} may have allocated blocks that were never written, and the disk has no space to \
+                     make holes of them: {error}. The directory stays dirty until then"
                 ));
             }
             Err(error) => return Err(error),

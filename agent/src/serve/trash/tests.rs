@@ -259,7 +259,7 @@ fn what_a_sweep_has_deleted_meanwhile_is_gone_and_no_trouble() {
     let folder = folder_of(dir.path(), &replica(), 7);
     let record = entry(dir.path(), folder.clone()).unwrap();
     assert!(record.record.is_ok());
-    // It holds the directory for as long as it deletes: nothing is moved out of a folder that goes.
+    // The deletion holds the directory until its end: nothing is moved out of a folder that is being deleted.
     let held = hold(&folder.join(DIRECTORY)).unwrap();
     assert!(matches!(restore(dir.path(), &replica(), 7), Err(NodeError::Precondition(_))));
     assert!(folder.join(DIRECTORY).exists() && !folder.join(RESTORED).exists());

@@ -25,7 +25,8 @@ pub struct Replica {
 #[schemars(extend("x-kubernetes-validations" = [{
     "rule": "self.volumeName == oldSelf.volumeName && self.replicaID == oldSelf.replicaID \
              && self.nodeID == oldSelf.nodeID && self.diskPath == oldSelf.diskPath",
-    "message": "a replica stays where it is: of its spec only desireState and evictionRequested can be changed",
+    "message": "a replica stays where it is: of its spec only desireState and evictionRequested can be \
+                changed",
 }]))]
 pub struct ReplicaSpec {
     /// The volume of the replica.
@@ -73,9 +74,8 @@ pub struct ReplicaStatus {
     /// The problem, for people; empty if none.
     #[serde(default)]
     pub message: String,
-    /// The time at which it was last seen to become a member of the engine's view. For a replica from the
-    /// volume's creation it is noted with the next change: such a replica counts as a member until it is
-    /// known to have left.
+    /// The time at which it was last seen to become a member of the engine's view. A replica from the
+    /// volume's creation has it after the next change. Until then it counts as a member unless it has left.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::Time>")]
     pub healthy_at: Option<Timestamp>,
@@ -92,7 +92,7 @@ pub struct ReplicaStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deletion_record: Option<String>,
     /// The deletion record of a replica that an undeletion has taken back, until the volume is stored with
-    /// it: the only record, if all replicas were left behind.
+    /// it. No other record exists if all replicas were left behind.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub undeletion_record: Option<String>,
     /// True if a process of the replica may run with the secret of an earlier life of its volume. Engines get

@@ -57,7 +57,8 @@ pub(super) fn attached(volume: &Volume, engine: &Engine, replicas: &[&Replica]) 
 pub(super) fn engine_trouble(engine: &Engine) -> Finding {
     let node = engine.spec.node_id.as_ref().map_or("", NodeName::as_str);
     let message = format!(
-        "the engine on node {node} fails ({}); see the log of its unit there, and detach and attach to try again",
+        "the engine on node {node} fails ({}); see the log of its unit there, and detach and attach to try \
+         again",
         said(&engine.status.message)
     );
     Finding::wrong("EngineFailed", message)
@@ -67,9 +68,9 @@ pub(super) fn engine_trouble(engine: &Engine) -> Finding {
 fn lost_writes(engine: &Engine) -> Finding {
     let node = engine.spec.node_id.as_ref().map_or("", NodeName::as_str);
     let message = format!(
-        "every request to the device on node {node} is answered with an error: all replicas were without power while it was in \
-         use, and writes that were acknowledged and not flushed may be gone; stop its users, detach and attach the volume, \
-         and check the file system"
+        "every request to the device on node {node} is answered with an error. All replicas lost power \
+         during its use, and acknowledged writes that were not flushed may be gone. Stop its users, detach \
+         and attach the volume, and check the file system"
     );
     Finding::wrong(LOST_WRITES, message)
 }
@@ -78,8 +79,8 @@ fn lost_writes(engine: &Engine) -> Finding {
 fn damaged(volume: &Volume, engine: &Engine) -> Finding {
     let node = engine.spec.node_id.as_ref().map_or("", NodeName::as_str);
     let message = format!(
-        "data is damaged and no replica has a sound copy of it ({} ranges since the engine was started); the log of \
-         shorthorn-engine@{} on node {node} names each range; restore them from a backup",
+        "data is damaged and no replica has a sound copy of it ({} ranges since the engine was started). The \
+         log of shorthorn-engine@{} on node {node} names each range; restore them from a backup",
         engine.status.damaged_ranges, volume.metadata.name
     );
     Finding::wrong(DATA_DAMAGED, message)
@@ -232,7 +233,8 @@ pub(super) fn target(replica: &Replica, node: &NodeName) -> Result<ReplicaTarget
         let reason = if local {
             "replica runs without an address".to_owned()
         } else {
-            "replica has no address for other nodes: set data_interface or data_address in the configuration of its agent"
+            "replica has no address for other nodes: set data_interface or data_address in the configuration \
+             of its agent"
                 .to_owned()
         };
         return Err((reason, false));

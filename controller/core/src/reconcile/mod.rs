@@ -192,7 +192,7 @@ pub fn concerned(cluster: &ClusterState, key: &Key) -> Vec<Key> {
             }));
             let engines = cluster.engines_on(&key.name);
             keys.extend(engines.flat_map(|engine| {
-                // One whose volume is deleted goes with its node.
+                // An engine of a deleted volume is deleted with its node.
                 let engine_key =
                     engine.metadata.is_deleting().then(|| Key::new(Kind::Engine, &engine.metadata.name));
                 std::iter::once(Key::new(Kind::Volume, &engine.metadata.name)).chain(engine_key)

@@ -288,8 +288,8 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
     remove(context, replica, record, Some((volume, with_volume)))
 }
 
-/// Has the data deleted, and then removes the object. `volume`: that of the replica, unless it is gone, and
-/// whether it goes too.
+/// Has the data deleted, and then removes the object. `volume` is absent if it is gone; its flag is true if
+/// the volume is being deleted too.
 fn remove(
     context: &Context<'_>,
     replica: &Replica,
@@ -338,7 +338,7 @@ fn remove(
     if !left.is_zero() {
         decision.again_after(left);
     }
-    // A volume that goes does not wait for it.
+    // A volume that is being deleted does not wait for the replica.
     let is_left =
         replica.is_left_behind() || left.is_zero() && volume.is_some_and(|(_, with_volume)| with_volume);
     let status =

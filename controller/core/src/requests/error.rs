@@ -13,8 +13,8 @@ use crate::{LabelError, NodeName, NodeNameError};
 pub enum RequestError {
     /// A replica knows a number of an attachment that has no successor.
     #[error(
-        "volume {name}: a replica knows attachment {known}, which cannot be: inspect the replicas, and remove \
-         the one whose state is damaged"
+        "volume {name}: a replica knows attachment {known}, which cannot be: inspect the replicas, and \
+         remove the one whose state is damaged"
     )]
     NoAttach {
         /// The volume.
@@ -118,8 +118,9 @@ pub enum RequestError {
     },
     /// Kubernetes needs it.
     #[error(
-        "volume {name} is PersistentVolume {persistent_volume} in Kubernetes: delete its claim, or the PersistentVolume if that \
-         is released and kept (kubectl delete pv {persistent_volume}), and then the volume if it still exists"
+        "volume {name} is PersistentVolume {persistent_volume} in Kubernetes: delete its claim. If the \
+         PersistentVolume is released and kept, run kubectl delete pv {persistent_volume}. Then delete the \
+         volume if it still exists"
     )]
     IsPersistentVolume {
         /// The volume.
@@ -129,8 +130,8 @@ pub enum RequestError {
     },
     /// Replicas are replaced only while their volume is served.
     #[error(
-        "replica {replica} cannot be replaced while volume {name} is {state}: attach it first (shorthornctl volume attach {name} --node \
-         NODE)"
+        "replica {replica} cannot be replaced while volume {name} is {state}: attach it first (shorthornctl \
+         volume attach {name} --node NODE)"
     )]
     NotServed {
         /// The volume.
@@ -200,7 +201,8 @@ pub enum RequestError {
     NodeNotCordoned(String),
     /// Engines may still run there.
     #[error(
-        "volumes are attached to node {node}: {volumes}; detach each first (shorthornctl volume detach NAME), which fences its engine"
+        "volumes are attached to node {node}: {volumes}; detach each first (shorthornctl volume detach \
+         NAME), which fences its engine"
     )]
     NodeHasEngines {
         /// The name of the node.
@@ -218,8 +220,9 @@ pub enum RequestError {
     },
     /// Volumes could not start by themselves.
     #[error(
-        "node {node} has so many replicas of {volumes} that these do not start without it: the others that have everything \
-         are fewer than half; with --force each of them has to be salvaged (shorthornctl volume salvage NAME)"
+        "node {node} has so many replicas of {volumes} that these do not start without it: fewer than half \
+         of the complete ones are elsewhere. With --force each volume has to be salvaged (shorthornctl \
+         volume salvage NAME)"
     )]
     NodeHasMajority {
         /// The name of the node.
@@ -229,7 +232,7 @@ pub enum RequestError {
     },
     /// The disk still has replicas.
     #[error(
-        "disk {path} of node {node} has replicas: move them with shorthornctl disk drain {node} {path}; if \
+        "disk {path} of node {node} has replicas: move them with shorthornctl disk drain {node} {path}. If \
          the disk never comes back, run shorthornctl disk remove --lost {node} {path}"
     )]
     DiskHasReplicas {
@@ -240,8 +243,8 @@ pub enum RequestError {
     },
     /// The disk is usable, so it can be drained.
     #[error(
-        "disk {path} of node {node} can be used, as its agent reports: shorthornctl disk drain {node} \
-         {path} moves its replicas; with --force its replicas are given up anyway"
+        "disk {path} of node {node} can be used, as its agent reports: shorthornctl disk drain {node} {path} \
+         moves its replicas. With --force its replicas are given up anyway"
     )]
     DiskIsUsable {
         /// The name of the node that has the disk.
@@ -264,9 +267,10 @@ pub enum RequestError {
     },
     /// The trash of the disk is not empty, and could be neither listed nor deleted any more.
     #[error(
-        "{directories} directories are in the trash of disk {path} of node {node}, and the controller does not list or delete them \
-         once the disk is removed: shorthornctl volume trash shows them, and volume undelete or volume trash --remove empties it; \
-         with --force they stay there, and are listed again if the disk is added again"
+        "the trash of disk {path} of node {node} has {directories} directories, which the controller does \
+         not list or delete once the disk is removed. shorthornctl volume trash shows them; volume undelete \
+         or volume trash --remove empties the trash. With --force they stay there, and are listed again if \
+         the disk is added again"
     )]
     DiskHasTrash {
         /// The name of the node that has the disk.
@@ -278,8 +282,9 @@ pub enum RequestError {
     },
     /// Volumes could not start by themselves.
     #[error(
-        "without disk {path} of node {node} fewer than half of the replicas of {volumes} that have everything are left, and \
-         these do not start; with --force each of them has to be salvaged (shorthornctl volume salvage NAME)"
+        "without disk {path} of node {node} fewer than half of the complete replicas of {volumes} are left, \
+         and these do not start. With --force each volume has to be salvaged (shorthornctl volume salvage \
+         NAME)"
     )]
     DiskHasMajority {
         /// The name of the node that has the disk.
@@ -317,10 +322,10 @@ pub enum RequestError {
     NoDevice(String),
     /// Kubernetes has it attached, and would not notice a detach by hand.
     #[error(
-        "Kubernetes has volume {name} attached to node {node} (VolumeAttachment {attachment}): end the pods that use it, then it is \
-         detached by itself. With --force it is detached as soon as its device is not in use there; Kubernetes still counts it \
-         as attached, so that no pod on that node gets the volume until it is attached there by hand or the VolumeAttachment \
-         is deleted"
+        "Kubernetes has volume {name} attached to node {node} (VolumeAttachment {attachment}): end the pods \
+         that use it, then it is detached by itself. With --force it is detached as soon as its device is \
+         not in use there. Kubernetes still counts it as attached. No pod on that node gets the volume until \
+         it is attached there by hand or the VolumeAttachment is deleted"
     )]
     Published {
         /// The volume.

@@ -62,8 +62,8 @@ pub enum OpenError {
     NotInstalled(String),
     /// The API server would drop fields that this release stores.
     #[error(
-        "the definition {definition} of the API server is older than this controller, and would drop {lacking}: first \
-         shorthorn-controller crds | kubectl apply -f -"
+        "the definition {definition} of the API server is older than this controller, and would drop \
+         {lacking}: first shorthorn-controller crds | kubectl apply -f -"
     )]
     OldDefinition {
         /// The name of the definition.
@@ -79,14 +79,15 @@ pub enum OpenError {
     List(ConvertError),
     /// The Secret has no key.
     #[error(
-        "Secret {KEY_NAME} has no field key of 32 bytes: restore it from a backup; without it no engine reaches its \
-         replicas"
+        "Secret {KEY_NAME} has no field key of 32 bytes: restore it from a backup; without it no engine \
+         reaches its replicas"
     )]
     Key,
     /// The Secret does not exist, and volumes need it.
     #[error(
-        "Secret {KEY_NAME} is lost, and {count} volumes need it ({volume} is one): restore it from a backup (docs/backup.md); its \
-         fingerprint is {fingerprint}. No other key is made: no engine would reach its replicas with it"
+        "Secret {KEY_NAME} is lost, and {count} volumes need it ({volume} is one): restore it from a backup \
+         (docs/backup.md); its fingerprint is {fingerprint}. No other key is made: no engine would reach its \
+         replicas with it"
     )]
     KeyLost {
         /// The number of volumes that need it.
@@ -98,8 +99,9 @@ pub enum OpenError {
     },
     /// The Secret has a key that volumes were not made with.
     #[error(
-        "Secret {KEY_NAME} has the key {present}, and {count} volumes need the key {needed} ({volume} is one): restore \
-         that from a backup (docs/backup.md); with this one no engine of theirs reaches its replicas"
+        "Secret {KEY_NAME} has the key {present}, and {count} volumes, such as {volume}, need the key \
+         {needed}: restore that from a backup (docs/backup.md). With this one no engine of theirs reaches \
+         its replicas"
     )]
     OtherKey {
         /// The number of volumes that need another one.
@@ -448,8 +450,8 @@ enum WriteError {
     #[error(transparent)]
     Json(#[from] serde_json::Error),
     #[error(
-        "the API server drops encryptInTransit, because its definition of volumes is of an earlier release: apply the \
-         definitions (CRDs) of this release first: shorthorn-controller crds | kubectl apply -f -"
+        "the API server drops encryptInTransit, because its definition of volumes is of an earlier release. \
+         Apply the definitions (CRDs) of this release first: shorthorn-controller crds | kubectl apply -f -"
     )]
     EncryptionDropped,
 }

@@ -146,7 +146,7 @@ async fn a_volume_whose_encryption_the_api_server_drops_is_refused_and_not_creat
     api.is_old.store(true, Ordering::Relaxed);
     let error = store.put(volume(true)).await.unwrap_err();
     assert!(matches!(error, StoreError::Refused { .. }), "{error:?}");
-    let remedy = "apply the definitions (CRDs) of this release first";
+    let remedy = "Apply the definitions (CRDs) of this release first";
     assert!(error.to_string().contains(remedy), "{error}");
     assert_eq!(*api.stored.lock().unwrap(), None);
     assert!(store.state().volumes.is_empty());

@@ -75,7 +75,7 @@ impl Durable {
         self.has_snapshot.then_some(SnapshotLayer { salvaged: self.salvaged })
     }
 
-    /// Returns the list of layers of a replica of `size_bytes`. The snapshot has the size of one block: it
+    /// Returns the list of layers of a replica of `size_bytes`. The snapshot has the size of one block. It
     /// does not grow with the volume, and the copy of its data does not depend on it.
     pub fn layers(&self, size_bytes: u64) -> LayerList {
         let layer = |image: &str, meta, size_bytes| WireLayer { image: image.to_owned(), meta, size_bytes };

@@ -1,7 +1,7 @@
 //! Sums of blocks, and disks that change blocks by themselves.
 //!
 //! A disk rots only in blocks with sums on the replica, and never in a block that no other replica has. The
-//! former content is remembered, and is restored as soon as no sum of the block counts any more: rot without
+//! former content is remembered, and is restored as soon as no sum of the block counts any more. Rot without
 //! sums cannot be noticed at all. The sums of a region end when it is modified, except for those beside known
 //! rot. They stay known until their block has got other data, so that such a block stays rotten. The replica
 //! and its simulation keep them in the same way: see [`KnownRot`].

@@ -189,8 +189,8 @@ impl Simulation {
         !is_cut_off
     }
 
-    /// Keeps the sums beside rot that a modification of `range` would end. If it is refused because of
-    /// the limit, the operator restarts the replica after a while. Rot that is unknown then is healed.
+    /// Keeps the sums beside rot that a modification of `range` would end. If the replica refuses because of
+    /// the limit, the operator restarts it after a while. Rot that is unknown then is healed.
     pub(super) fn keep_rot(&mut self, at: usize, range: ByteRange) -> Result<(), Errno> {
         let is_sabotaged = self.options.sabotage == Some(Sabotage::UntrackedRot);
         let replica = &mut self.replicas[at];

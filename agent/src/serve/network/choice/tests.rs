@@ -104,7 +104,7 @@ fn without_a_link_the_last_address_stays_and_the_problem_is_named() {
         (host(vec![entry("eth0", "10.0.0.1")]), "no interface eth1"),
         (is_down, "eth1 is down"),
         (host(vec![down("eth1", "10.1.0.7")]), "eth1 is down"),
-        // IPv6 addresses leave a link that goes down, and IPv4 addresses stay.
+        // The kernel removes IPv6 addresses of a link that is set down, and keeps IPv4 addresses.
         (host(vec![down("eth1", "10.1.0.8")]), "eth1 is down"),
         (no_address, "no interface that is up has a usable address (interface eth1)"),
     ];
