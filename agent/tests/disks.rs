@@ -137,7 +137,7 @@ fn an_empty_device_becomes_a_disk() {
             assert!(Path::new(&mount).join("longhorn-disk.cfg").exists());
         }
         // And nothing else makes a file system on it.
-        assert!(host.discover(&[]).contains("it has a signature"), "{filesystem}");
+        assert!(host.discover(&[]).contains("the device has a signature"), "{filesystem}");
     }
 }
 
@@ -162,9 +162,9 @@ fn a_device_that_has_something_is_left_alone() {
         move |host: &Host| drop(run(program, &[arguments, &[host.device.to_str().unwrap()]].concat()))
     };
     let cases: [Case; 6] = [
-        ("ext4", Box::new(tool("mkfs.ext4", &["-q"])), "it has a signature: ext4"),
-        ("xfs", Box::new(tool("mkfs.xfs", &["-q"])), "it has a signature: xfs"),
-        ("swap", Box::new(tool("mkswap", &[])), "it has a signature: swap"),
+        ("ext4", Box::new(tool("mkfs.ext4", &["-q"])), "the device has a signature: ext4"),
+        ("xfs", Box::new(tool("mkfs.xfs", &["-q"])), "the device has a signature: xfs"),
+        ("swap", Box::new(tool("mkswap", &[])), "the device has a signature: swap"),
         (
             "partition table",
             Box::new(|host: &Host| {
@@ -173,13 +173,13 @@ fn a_device_that_has_something_is_left_alone() {
                 host.write(446, &entry);
                 host.write(510, &[0x55, 0xaa]);
             }),
-            "it has a signature: dos",
+            "the device has a signature: dos",
         ),
-        ("LVM", Box::new(lvm), "it has a signature: LVM2_member"),
+        ("LVM", Box::new(lvm), "the device has a signature: LVM2_member"),
         (
             "unknown data",
             Box::new(|host: &Host| host.write(4096, b"data")),
-            "it has data without a known signature",
+            "the device has data without a known signature",
         ),
     ];
     for (name, change, message) in cases {
@@ -217,7 +217,7 @@ fn a_mounted_device_is_left_alone() {
     run("mkfs.ext4", &["-q", host.device.to_str().unwrap()]);
     // Without the journal, the mount itself writes nothing.
     run("mount", &["-o", "ro,noload", host.device.to_str().unwrap(), &elsewhere]);
-    host.assert_refused(&plan, &format!("it is mounted at {elsewhere}"));
+    host.assert_refused(&plan, &format!("the device is mounted at {elsewhere}"));
 }
 
 #[test]
@@ -299,7 +299,10 @@ fn an_interrupted_mkfs_is_repeated_only_on_demand() {
     let other = host.review(&text.replace(&uuid, "0f8fad5b-d9cb-469f-a165-70867728950e"));
     let before = host.content();
     let output = host.agent(&["disk", "init", &other, "--redo", "--units", &host.path("units")]);
-    assert!(String::from_utf8_lossy(&output.stderr).contains("it has a signature: xfs"), "{output:?}");
+    assert!(
+        String::from_utf8_lossy(&output.stderr).contains("the device has a signature: xfs"),
+        "{output:?}"
+    );
     assert_eq!(host.content(), before);
 
     let plan = host.review(&text);

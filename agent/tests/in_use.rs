@@ -70,7 +70,8 @@ async fn an_engine_is_not_stopped_while_its_device_has_any_user() {
     let target = dir.path().join("published");
     fs::File::create(&target).unwrap();
     let bound = BindMount::new(&node, &target);
-    refused(&mut client, engine, &format!("its node is mounted at {}", bound.target().display())).await;
+    refused(&mut client, engine, &format!("the device node is mounted at {}", bound.target().display()))
+        .await;
     drop(bound);
 
     client.stop_instance(stop(InstanceKind::Engine, "v1", 0)).await.unwrap();

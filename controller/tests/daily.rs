@@ -124,7 +124,10 @@ async fn a_volume_gets_fewer_replicas_and_other_places() {
     cluster.ok(&["node", "set", "a", "--tags", "fast"]).await;
     cluster.ok(&["node", "set", "c", "--tags", "fast"]).await;
     let said = cluster.ok(&["volume", "set", "v", "--replicas", "2", "--node-selector", "fast"]).await;
-    assert!(said.contains("should have 2 replicas, on nodes with fast; 1 go one at a time"), "{said}");
+    assert!(
+        said.contains("should have 2 replicas, on nodes with fast; 1 are removed in succession"),
+        "{said}"
+    );
     let places = |volume: &Value| {
         let replicas = volume["replicas"].as_array().unwrap().iter();
         let mut nodes: Vec<_> = replicas.map(|one| one["nodeID"].as_str().unwrap().to_owned()).collect();
@@ -191,7 +194,7 @@ async fn devices_that_may_become_disks_are_listed() {
     let hint = String::from_utf8_lossy(&fit.stderr);
     assert!(hint.starts_with("devices that do not fit: 2; --all"), "{hint}");
     let table = cluster.ok(&["disk", "discover", "--node", "b", "--all"]).await;
-    assert!(table.contains("it has a signature: dos"), "{table}");
+    assert!(table.contains("the device has a signature: dos"), "{table}");
     let all = json(&cluster, &["disk", "discover", "--node", "b", "-o", "json"]).await;
     let all = all.as_array().unwrap();
     assert_eq!((all.len(), &all[1]["nodeID"], &all[1]["fits"]), (2, &"b".into(), &true.into()));

@@ -40,7 +40,7 @@ async fn two_commands_at_the_same_time_replace_each_engine_once() {
     let ((one, _, one_code), (two, _, two_code)) = tokio::join!(run(&cluster), run(&cluster));
     assert_eq!((one_code, two_code), (Some(0), Some(0)), "{one}{two}");
     assert_eq!(upgrades(&cluster), [1, 1], "{one}{two}");
-    assert_eq!(format!("{one}{two}").matches("its engine is replaced").count(), 2, "{one}{two}");
+    assert_eq!(format!("{one}{two}").matches("the engine is replaced").count(), 2, "{one}{two}");
     cluster.check();
 }
 
@@ -51,7 +51,7 @@ async fn an_agent_that_dies_meanwhile_is_asked_again() {
     cluster.agents[0].fail_upgrades(&[(Code::Unknown, true), (Code::Internal, true), (Code::Unknown, false)]);
     let (said, problem, code) = run(&cluster).await;
     assert_eq!(code, Some(0), "{said}{problem}");
-    assert!(said.contains("volume a on node a: its engine is replaced"), "{said}");
+    assert!(said.contains("volume a on node a: the engine is replaced"), "{said}");
     assert_eq!(upgrades(&cluster), [1]);
     cluster.check();
 }
@@ -63,7 +63,7 @@ async fn engines_that_cannot_be_replaced_do_not_hold_up_the_others() {
     cluster.agents[1].fail_upgrades(&[(Code::Unavailable, true); 1000]);
     let (said, problem, code) = run(&cluster).await;
     assert_eq!(code, Some(1), "{said}{problem}");
-    assert!(said.contains("volume c on node c: its engine is replaced"), "{said}");
+    assert!(said.contains("volume c on node c: the engine is replaced"), "{said}");
     for engine in ["the engine of volume a on node a: ", "the engine of volume b on node b: "] {
         assert!(problem.contains(engine), "{problem}");
     }
@@ -82,7 +82,7 @@ async fn an_engine_that_is_not_compared_is_not_reported_as_current() {
     let wide = cluster.ok(&["volume", "list", "-o", "wide"]).await;
     assert!(wide.contains("unknown"), "{wide}");
     let plan = cluster.ok(&["upgrade", "engines", "--dry-run"]).await;
-    assert!(plan.contains("volume a on node a: its program is not compared yet"), "{plan}");
+    assert!(plan.contains("volume a on node a: the program is not compared yet"), "{plan}");
     let (said, problem, code) = run(&cluster).await;
     assert_eq!(code, Some(1), "{said}{problem}");
     assert!(problem.contains("the programs of 1 engines are not compared"), "{problem}");

@@ -109,10 +109,13 @@ impl ApiServer {
 
     fn write_files(&self) -> Result<()> {
         let tokens = format!(
-            "{ADMIN}-token,{ADMIN},1,system:masters\n{KUBELET}-token,{KUBELET},3,system:nodes\n{CONTROLLER}-token,{CONTROLLER},2,\"system:serviceaccounts,system:serviceaccounts:{NAMESPACE}\"\n"
+            "{ADMIN}-token,{ADMIN},1,system:masters\n{KUBELET}-token,{KUBELET},3,system:nodes\n\
+             {CONTROLLER}-token,{CONTROLLER},2,\"system:serviceaccounts,system:serviceaccounts:{NAMESPACE}\"\n\
+             "
         );
         fs::write(self.file("tokens.csv"), tokens)?;
-        let policy = "apiVersion: audit.k8s.io/v1\nkind: Policy\nomitStages: [RequestReceived]\nrules:\n- level: Metadata\n";
+        let policy = "apiVersion: audit.k8s.io/v1\nkind: Policy\nomitStages: [RequestReceived]\nrules:\n\
+                      - level: Metadata\n";
         fs::write(self.file("audit.yaml"), policy)?;
         let made = Command::new("openssl")
             .args(["genpkey", "-quiet", "-algorithm", "RSA", "-pkeyopt", "rsa_keygen_bits:2048", "-out"])
@@ -205,7 +208,7 @@ impl ApiServer {
     }
 
     fn ensure_runs(&self) -> Result<()> {
-        let pid = self.server.as_ref().map(Child::id).context("it was not started")?;
+        let pid = self.server.as_ref().map(Child::id).context("the API server was not started")?;
         let state = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
         ensure!(!state.is_empty() && !state.contains(") Z "), "the API server has ended");
         Ok(())
@@ -254,10 +257,9 @@ impl ApiServer {
     fn kubeconfig_of(&self, name: &str, user: &str) -> Result<PathBuf> {
         let path = self.file(name);
         let text = format!(
-            "apiVersion: v1\nkind: Config\ncurrent-context: test\n\
-             clusters:\n- name: test\n  cluster:\n    server: https://127.0.0.1:{}\n    certificate-authority: {}\n\
-             users:\n- name: test\n  user:\n    token: {user}-token\n\
-             contexts:\n- name: test\n  context:\n    cluster: test\n    user: test\n",
+            "apiVersion: v1\nkind: Config\ncurrent-context: test\nclusters:\n- name: test\n  cluster:\n\
+             server: https://127.0.0.1:{}\n    certificate-authority: {}\nusers:\n- name: test\n  user:\n\
+             token: {user}-token\ncontexts:\n- name: test\n  context:\n    cluster: test\nuser: test\n",
             self.port,
             self.file("certs/apiserver.crt").display()
         );

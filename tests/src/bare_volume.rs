@@ -214,7 +214,7 @@ impl BareVolume {
     /// # Errors
     /// It does not run.
     pub fn replica_pid(&self, index: usize) -> Result<i32> {
-        let child = self.replicas[index].as_ref().context("that replica does not run")?;
+        let child = self.replicas[index].as_ref().context("the replica does not run")?;
         Ok(child.id().try_into()?)
     }
 
@@ -231,7 +231,7 @@ impl BareVolume {
     /// # Errors
     /// It does not run.
     pub fn kill_replica(&mut self, index: usize) -> Result<()> {
-        kill(self.replicas[index].take().context("that replica does not run")?)
+        kill(self.replicas[index].take().context("the replica does not run")?)
     }
 
     /// Returns the address of the volume for NBD clients.

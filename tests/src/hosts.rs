@@ -172,7 +172,7 @@ impl Hosts {
     /// # Errors
     /// It does not run.
     pub fn kill_agent(&mut self, host: usize) -> Result<()> {
-        kill(self.agents[host].take().context("that agent does not run")?)
+        kill(self.agents[host].take().context("the agent does not run")?)
     }
 
     /// Starts the controller and waits until it answers.

@@ -103,7 +103,7 @@ fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
 /// Looks at the losses with the older replica, and decides for it.
 fn salvage_with_losses(hosts: &Hosts, older_id: &str) -> Result<()> {
     let table = hosts.ctl(&["volume", "salvage", VOLUME])?;
-    let loss = format!("With {older_id}: it lacks what was acknowledged in view");
+    let loss = format!("With {older_id}: lacks acknowledged writes of view");
     ensure!(table.contains(&loss) && table.contains("does not answer"), "{table}");
     let refusal = hosts.refused(&["volume", "salvage", VOLUME, "--replica", older_id])?;
     ensure!(refusal.contains("--yes-i-may-lose-data"), "{refusal}");

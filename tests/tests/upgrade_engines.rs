@@ -190,7 +190,7 @@ fn two_operators_replace_each_engine_once() -> Result<()> {
             ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
             printed.push_str(&String::from_utf8_lossy(&output.stdout));
         }
-        ensure!(printed.matches("its engine is replaced").count() == VOLUMES.len(), "{printed}");
+        ensure!(printed.matches("the engine is replaced").count() == VOLUMES.len(), "{printed}");
         fleet.await_outdated(&[])?;
         answers(loads)
     })

@@ -482,7 +482,7 @@ fn layer_request(opcode: Opcode, layer: u32, offset_bytes: u64, data: &[u8]) -> 
 fn broken(source: io::Error) -> ConnectError {
     let action = match source.kind() {
         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "no answer in time",
-        io::ErrorKind::UnexpectedEof => "it has closed the connection",
+        io::ErrorKind::UnexpectedEof => "the replica closed the connection",
         _ => "the connection broke",
     };
     ConnectError::Io { action: action.to_owned(), source }
@@ -492,7 +492,7 @@ fn broken(source: io::Error) -> ConnectError {
 /// with the proof that `session` requires.
 pub fn refusal(header: &Header, text: &[u8], errno: Errno, session: &Session) -> ConnectError {
     let Ok(Refusal { message, holder }) = decode_text::<Refusal>(header, text) else {
-        return ConnectError::Refused { message: format!("it refuses {:?}", header.opcode), errno };
+        return ConnectError::Refused { message: format!("the replica refuses {:?}", header.opcode), errno };
     };
     let Some(holder) = holder else { return ConnectError::Refused { message, errno } };
     match session.take_holder(&holder) {

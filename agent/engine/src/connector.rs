@@ -80,7 +80,8 @@ impl Connector {
             Ok(()) => Ok((connection, welcome)),
             Err(Misfit::TooLarge { has_bytes }) => {
                 let message = format!(
-                    "it has {has_bytes} bytes, the volume {size_bytes}: this engine does not know of an expansion yet"
+                    "the replica has {has_bytes} bytes, the volume {size_bytes}: this engine does not know \
+                     of an expansion yet"
                 );
                 Err(ConnectError::Refused { message, errno: shorthorn_types::Errno::INVALID })
             }

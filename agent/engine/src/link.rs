@@ -262,7 +262,7 @@ impl QueueLink {
             return None;
         }
         let result = match received {
-            Ok(Received::End) => Err("it has closed the connection".to_owned()),
+            Ok(Received::End) => Err("the replica closed the connection".to_owned()),
             Err(error) => Err(format!("receiving: {error}")),
             Ok(Received::Part) => Ok(None),
             Ok(Received::Payload) => self.payload_done(events).and_then(|()| self.parse(arena, events)),
@@ -324,7 +324,7 @@ impl QueueLink {
         let slot = self.slot_of(&header)?;
         let Asked { bytes, buffer_offset } = std::mem::take(&mut self.asked[usize::from(slot.slot)]);
         if bytes != header.length_bytes || bytes == 0 {
-            return Err(format!("it answers {header} with {bytes} bytes asked for"));
+            return Err(format!("the answer {header} does not fit {bytes} bytes asked for"));
         }
         self.take_header();
         let target = arena.buf(usize::from(slot.slot)).part(buffer_offset as usize, bytes as usize);

@@ -20,8 +20,9 @@ pub(crate) const NBD_MODULE: &str = "nbd";
 /// The number of partitions of a device that the driver NBD reads. It is fixed when the driver is loaded.
 const NBD_PARTITIONS: &str = "/sys/module/nbd/parameters/max_part";
 /// The way to a driver NBD that reads no partition tables.
-pub const NBD_PARTITIONS_REMEDY: &str = "modprobe -r nbd && modprobe nbd max_part=0 # if no NBD device is in use; a driver in the kernel itself needs \
-     nbd.max_part=0 on its command line";
+pub const NBD_PARTITIONS_REMEDY: &str = "modprobe -r nbd && modprobe nbd max_part=0 # if no NBD device is in \
+                                         use; a driver in the kernel itself needs nbd.max_part=0 on its \
+                                         command line";
 
 /// Loads the ublk driver unless it is loaded.
 pub(crate) fn load_ublk() -> Result<(), MissingModule> {
@@ -63,12 +64,10 @@ pub(crate) struct MissingModule {
 fn remedy(module: &str) -> &'static str {
     match module {
         UBLK_MODULE => {
-            "it needs Linux 6.5 or later with CONFIG_BLK_DEV_UBLK (Debian 12: a kernel of bookworm-backports; \
-             Ubuntu: linux-modules-extra of this kernel)"
+            "use Linux 6.5 or later with CONFIG_BLK_DEV_UBLK (Debian 12: a kernel of \
+             bookworm-backports; Ubuntu: linux-modules-extra of this kernel)"
         }
-        NBD_MODULE => {
-            "it needs a kernel with CONFIG_BLK_DEV_NBD (Ubuntu: linux-modules-extra of this kernel)"
-        }
+        NBD_MODULE => "use a kernel with CONFIG_BLK_DEV_NBD (Ubuntu: linux-modules-extra of this kernel)",
         _ => "iSCSI needs a kernel with CONFIG_ISCSI_TCP and CONFIG_FUSE_FS",
     }
 }

@@ -50,7 +50,7 @@ fn a_mount_of_its_node_is_named() {
     fs::File::create(&target).unwrap();
     let bound = BindMount::new(device.path(), &target);
     let said = in_use(device.path()).unwrap();
-    assert!(said.contains(&format!("its node is mounted at {}", bound.target().display())), "{said}");
+    assert!(said.contains(&format!("the device node is mounted at {}", bound.target().display())), "{said}");
     drop(bound);
     assert_eq!(in_use(device.path()), None);
 }

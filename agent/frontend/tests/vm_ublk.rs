@@ -59,7 +59,10 @@ fn the_block_layer_sees(kernel: Kernel) -> Result<()> {
     ensure!(node == format!("block special file 660 disk {number}"), "{node}");
     guest.vm.sh(&format!("test -e /run/udev/data/b{number}")).context("udev was not waited for")?;
 
-    guest.vm.sh(&format!("kill -USR1 {pid}; for n in $(seq 600); do grep -q 'volume has' /mem/memory.err && exit; sleep 0.05; done; exit 1"))?;
+    guest.vm.sh(&format!(
+        "kill -USR1 {pid}; for n in $(seq 600); do grep -q 'volume has' /mem/memory.err && exit; sleep 0.05; \
+         done; exit 1"
+    ))?;
     let said = guest.vm.sh("cat /mem/memory.err")?;
     let sectors = read("size")?;
     if kernel == Kernel::Newest {
@@ -93,9 +96,10 @@ fn every_request_does_what_it_says() -> Result<()> {
     ))?;
     // A discard of half, zeroes over the odd sectors around a block boundary.
     vm.sh(&format!(
-        "blkdiscard -o 33554432 -l 33554432 {NODE} && blkdiscard -z -o 3584 -l 1024 {NODE} && \
-         cmp -n 3584 /mem/random {NODE} && cmp -n 1024 <(dd if={NODE} bs=512 skip=7 count=2 status=none) /dev/zero && \
-         cmp -i 4608 -n $((33554432 - 4608)) /mem/random {NODE} && cmp -i 33554432:0 -n 33554432 {NODE} /dev/zero"
+        "blkdiscard -o 33554432 -l 33554432 {NODE} && blkdiscard -z -o 3584 -l 1024 {NODE} && cmp -n 3584 \
+         /mem/random {NODE} && cmp -n 1024 <(dd if={NODE} bs=512 skip=7 count=2 status=none) /dev/zero && \
+         cmp -i 4608 -n $((33554432 - 4608)) /mem/random {NODE} && cmp -i 33554432:0 -n 33554432 {NODE} \
+         /dev/zero"
     ))?;
     guest.zeroes_take_space_unless_a_hole_is_allowed()?;
     vm.sh(KEEP)?;
@@ -176,7 +180,8 @@ fn file_systems_and_who_uses_them() -> Result<()> {
     for file_system in ["ext4", "xfs"] {
         let force = if file_system == "xfs" { "-f" } else { "-F" };
         vm.sh(&format!(
-            "mkfs.{file_system} -q {force} {NODE} && mkdir -p '/mnt/a b' && mount -o discard {NODE} '/mnt/a b'"
+            "mkfs.{file_system} -q {force} {NODE} && mkdir -p '/mnt/a b' && mount -o discard {NODE} '/mnt/a \
+             b'"
         ))?;
         ensure!(guest.ask(pid, "USR2")? == "used: mounted at /mnt/a b");
         let fio = guest.start_fio("'/mnt/a b/file'", "randwrite", 2)?.wait(5 * MINUTE)?;
@@ -210,7 +215,8 @@ fn killed_under_load(kernel: Kernel) -> Result<()> {
     guest.vm.sh(&format!("mkfs.ext4 -q {NODE} && mkdir /mnt/m && mount -o discard {NODE} /mnt/m"))?;
     let fio = guest.start_endless_fio("/mnt/m/file")?;
     // Beside it, files that come and go, so that discards are in flight as well.
-    let files = "while ! test -e /mem/enough; do dd if=/dev/urandom of=/mnt/m/f bs=1M count=8 conv=fsync && rm /mnt/m/f && sync -f /mnt/m; done";
+    let files = "while ! test -e /mem/enough; do dd if=/dev/urandom of=/mnt/m/f bs=1M count=8 conv=fsync && \
+                 rm /mnt/m/f && sync -f /mnt/m; done";
     let files = guest.vm.command(&format!("set -e; {files}")).limit(10 * MINUTE).spawn()?;
     for _ in 0..4 {
         // The load runs, and then writes wait for a device that no process serves.
@@ -332,7 +338,8 @@ fn killed_during_a_recovery() -> Result<()> {
     guest.end(pid, "KILL")?;
     for _ in 0..2 {
         // It has taken the device over when it dies, and has fetched nothing.
-        let dies = "memory_device --volume memory --backing /mem/memory.data --state /mem/memory.state --fault killed";
+        let dies = "memory_device --volume memory --backing /mem/memory.data --state /mem/memory.state \
+                    --fault killed";
         let output = guest.vm.run(&format!("{dies} --size {SIZE_BYTES}"))?;
         ensure!(output.status == 137, "{output}");
     }
@@ -350,8 +357,8 @@ fn killed_between_mapping_and_fetching() -> Result<()> {
     let vm = &guest.vm;
     let pid = guest.serve("memory", "")?;
     let waiting = vm.spawn(&format!(
-        "dd if={NODE} of=/dev/null bs=4k count=1 iflag=direct status=none; kill -KILL {pid}; touch /mem/killed; \
-         dd if=/dev/zero of={NODE} bs=4k count=1 oflag=direct"
+        "dd if={NODE} of=/dev/null bs=4k count=1 iflag=direct status=none; kill -KILL {pid}; touch \
+         /mem/killed; dd if=/dev/zero of={NODE} bs=4k count=1 oflag=direct"
     ))?;
     vm.sh("for n in $(seq 600); do test -e /mem/killed && exit; sleep 0.05; done; exit 1")?;
     let dies = guest.command("memory", "--fault mapped");
@@ -431,7 +438,8 @@ fn open_in_another_process(kernel: Kernel, server: fn(u32) -> String) -> Result<
     let copy = r#"$pid = syscall(434, shift() + 0, 0); $copy = syscall(438, $pid, shift() + 0, 0); die $! if $copy < 0;
         open($file, ">", "/mem/holder"); print $file $$; close $file; sleep 1000"#;
     let holder = vm.spawn(&format!(
-        "exec perl -e '{copy}' {pid} $(find /proc/{pid}/fd -lname /dev/ublkc0 -printf '%f ' | cut -d ' ' -f 1)"
+        "exec perl -e '{copy}' {pid} $(find /proc/{pid}/fd -lname /dev/ublkc0 -printf '%f ' | cut -d ' ' -f \
+         1)"
     ))?;
     vm.sh("for n in $(seq 600); do test -s /mem/holder && exit; sleep 0.05; done; exit 1")?;
     let holder_pid = vm.sh("cat /mem/holder")?.parse()?;
@@ -439,7 +447,7 @@ fn open_in_another_process(kernel: Kernel, server: fn(u32) -> String) -> Result<
     let waiting = vm.spawn(&format!("dd if=/dev/zero of={NODE} bs=4k count=1 oflag=direct"))?;
     guest.waits_for_disk("dd")?;
     guest.end(pid, "KILL")?;
-    let reason = format!("{}: its character device is still open", server(pid));
+    let reason = format!("{}: the character device is still open", server(pid));
     take_over_fails(&guest, &reason, (holder_pid, "perl"))?;
     vm.sh(&format!("kill -KILL {holder_pid}"))?;
     holder.wait(MINUTE)?;
@@ -478,8 +486,8 @@ fn a_start_that_hangs_ends_with_an_error() -> Result<()> {
     let vm = &guest.vm;
     // START_DEV waits until all tags are fetched; here no process fetches any.
     let output = vm.run(&format!(
-        "time timeout --signal=KILL 90 memory_device --volume memory --size {SIZE_BYTES} --backing /mem/memory.data \
-         --state /mem/memory.state --frontend ublk --fault stalled"
+        "time timeout --signal=KILL 90 memory_device --volume memory --size {SIZE_BYTES} --backing \
+         /mem/memory.data --state /mem/memory.state --frontend ublk --fault stalled"
     ))?;
     let stderr = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status == 1 && stderr.contains("start the device ublkb0"), "{output}");
@@ -546,8 +554,8 @@ fn devices_belong_to_their_volumes() -> Result<()> {
 
     // A second server of the same volume, which knows nothing of the first.
     let output = vm.run(&format!(
-        "memory_device --volume memory --size {SIZE_BYTES} --backing /mem/second.data --state /mem/second.state \
-         --frontend ublk"
+        "memory_device --volume memory --size {SIZE_BYTES} --backing /mem/second.data --state \
+         /mem/second.state --frontend ublk"
     ))?;
     let stderr = String::from_utf8_lossy(&output.stderr);
     ensure!(!output.success() && stderr.contains(&format!("process {first} serves ublkb0")), "{output}");

@@ -97,7 +97,7 @@ pub(crate) mod tests {
     #[test]
     fn silence_is_counted_from_the_last_byte() {
         let (mut connection, _theirs) = connection(0);
-        assert_eq!(connection.tick(), 0, "it has just come");
+        assert_eq!(connection.tick(), 0, "the connection is new");
         assert_eq!([connection.tick(), connection.tick()], [1, 2]);
         connection.heard = true;
         assert_eq!([connection.tick(), connection.tick()], [0, 1]);

@@ -124,41 +124,48 @@ pub fn obstacles(device: &BlockDevice, accept_data: bool) -> Vec<String> {
             found.push(reason);
         }
     };
-    refuse(!device.problem.is_empty(), format!("it cannot be examined: {}", device.problem));
+    refuse(!device.problem.is_empty(), format!("the device cannot be examined: {}", device.problem));
     refuse(
         VOLUMES.iter().any(|prefix| device.name.starts_with(prefix)) || device.vendor == VOLUME_VENDOR,
-        "it is the device of a volume".to_owned(),
+        "the device is that of a volume".to_owned(),
     );
     refuse(
         is_left_out(&device.transport, device.is_named),
         format!(
-            "it is reached over {}, and may be of another host: name the device to use it",
+            "the device is reached over {}, and may be of another host: name the device to use it",
             device.transport
         ),
     );
-    refuse(device.is_partition, "it is a partition: name the whole device".to_owned());
-    refuse(device.is_read_only, "it is read-only".to_owned());
-    refuse(device.is_removable, "it is removable".to_owned());
+    refuse(device.is_partition, "the device is a partition: name the whole device".to_owned());
+    refuse(device.is_read_only, "the device is read-only".to_owned());
+    refuse(device.is_removable, "the device is removable".to_owned());
     let size_bytes = device.identity.size_bytes;
-    refuse(size_bytes < SIZE_MIN_BYTES, format!("it has {size_bytes} bytes, less than {SIZE_MIN_BYTES}"));
+    refuse(
+        size_bytes < SIZE_MIN_BYTES,
+        format!("the device has {size_bytes} bytes, less than {SIZE_MIN_BYTES}"),
+    );
     let block_bytes = device.block_bytes;
     refuse(
         block_bytes > BLOCK_MAX_BYTES,
-        format!("it has blocks of {block_bytes} bytes, more than {BLOCK_MAX_BYTES}"),
+        format!("the device has blocks of {block_bytes} bytes, more than {BLOCK_MAX_BYTES}"),
     );
-    refuse(!device.partitions.is_empty(), format!("it has partitions: {}", device.partitions.join(", ")));
-    refuse(!device.holders.is_empty(), format!("it is used by {}", device.holders.join(", ")));
+    refuse(
+        !device.partitions.is_empty(),
+        format!("the device has partitions: {}", device.partitions.join(", ")),
+    );
+    refuse(!device.holders.is_empty(), format!("the device is used by {}", device.holders.join(", ")));
     let points: Vec<String> = device.mount_points.iter().map(|point| point.display().to_string()).collect();
-    refuse(!points.is_empty(), format!("it is mounted at {}", points.join(", ")));
-    refuse(device.is_swap, "it is swap space in use".to_owned());
+    refuse(!points.is_empty(), format!("the device is mounted at {}", points.join(", ")));
+    refuse(device.is_swap, "the device is swap space in use".to_owned());
     let kinds: Vec<&str> = device.signatures.iter().map(|signature| signature.kind.as_str()).collect();
-    refuse(!kinds.is_empty(), format!("it has a signature: {}", kinds.join(", ")));
-    refuse(device.is_in_use, "another program has it open exclusively".to_owned());
-    refuse(!device.users.is_empty(), format!("it is in use: {}", device.users));
+    refuse(!kinds.is_empty(), format!("the device has a signature: {}", kinds.join(", ")));
+    refuse(device.is_in_use, "another program has the device open exclusively".to_owned());
+    refuse(!device.users.is_empty(), format!("the device is in use: {}", device.users));
     let has_only_data = device.has_data && kinds.is_empty() && device.partitions.is_empty();
     refuse(
         has_only_data && !accept_data,
-        "it has data without a known signature: set accept_data = true if that may be lost".to_owned(),
+        "the device has data without a known signature: set accept_data = true if that may be lost"
+            .to_owned(),
     );
     found
 }
@@ -167,7 +174,7 @@ pub fn obstacles(device: &BlockDevice, accept_data: bool) -> Vec<String> {
 /// was not restarted since `wanted` was written.
 pub fn difference(wanted: &DeviceIdentity, found: &DeviceIdentity, same_boot: bool) -> Option<String> {
     let differs = |what: &str, wanted: &str, found: &str| {
-        (wanted != found).then(|| format!("its {what} is {found:?}, and the file says {wanted:?}"))
+        (wanted != found).then(|| format!("the {what} is {found:?}, and the file says {wanted:?}"))
     };
     let size = differs("size_bytes", &wanted.size_bytes.to_string(), &found.size_bytes.to_string());
     let named = || {
@@ -179,7 +186,8 @@ pub fn difference(wanted: &DeviceIdentity, found: &DeviceIdentity, same_boot: bo
         }
         let is_unique = !wanted.serial.is_empty() || !wanted.wwn.is_empty();
         (!is_unique).then(|| {
-            "it has neither a serial number nor a wwn, and the host was restarted: its name may have changed"
+            "the device has neither a serial number nor a wwn, and the host was restarted: its name may have \
+             changed"
                 .to_owned()
         })
     };

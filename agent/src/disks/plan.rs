@@ -125,8 +125,8 @@ pub fn text(
     mut draw_uuid: impl FnMut() -> String,
 ) -> Result<String, toml::ser::Error> {
     let mut text = String::from(
-        "# Devices of this node that may become disks for replicas. Set init = true for those that are to get a\n\
-         # file system: ALL DATA ON THEM WILL BE LOST. Then run: shorthorn-agent disk init FILE\n",
+        "# Devices of this node that may become disks for replicas. Set init = true for those that are to \
+         get a\n# file system: ALL DATA ON THEM WILL BE LOST. Then run: shorthorn-agent disk init FILE\n",
     );
     let fits = |device: &&BlockDevice| obstacles(device, true).is_empty();
     let disks = devices.iter().filter(fits).map(|device| {
@@ -219,7 +219,10 @@ mod tests {
         assert_eq!(devices, ["S-sdb", "S-sdc"]);
         assert!(plan.disks.iter().all(|disk| !disk.init && !disk.accept_data));
         assert_eq!(plan.disks[0].mount_point, Path::new("/var/lib/shorthorn/disks/ata-sdb"));
-        assert!(text.contains("# /dev/sda (8 GiB, S-sda) is left alone: it has a signature: dos"), "{text}");
+        assert!(
+            text.contains("# /dev/sda (8 GiB, S-sda) is left alone: the device has a signature: dos"),
+            "{text}"
+        );
         assert!(text.contains("# /dev/sdc (8 GiB, S-sdc) needs a decision: it has data"), "{text}");
     }
 

@@ -144,10 +144,10 @@ pub fn load(path: &Path) -> Result<KubeletIdentity, KubeconfigError> {
 
 fn load_with(path: &Path, rotated: &Path) -> Result<KubeletIdentity, KubeconfigError> {
     let wrong = |reason: String| KubeconfigError::Content { path: path.to_owned(), reason };
-    let text = String::from_utf8(read(path)?).map_err(|_| wrong("it is not UTF-8".into()))?;
+    let text = String::from_utf8(read(path)?).map_err(|_| wrong("the file is not UTF-8".into()))?;
     let file: File = serde_saphyr::from_str(&text).map_err(|error| wrong(first_line(&error.to_string())))?;
     let (cluster, user) = chosen(&file)
-        .ok_or_else(|| wrong("its current context has no cluster, or no user, in the file".into()))?;
+        .ok_or_else(|| wrong("the current context has no cluster, or no user, in the file".into()))?;
     if !cluster.server.starts_with("https://") {
         return Err(wrong(format!("the server {:?} does not begin with https://", cluster.server)));
     }
@@ -159,7 +159,7 @@ fn load_with(path: &Path, rotated: &Path) -> Result<KubeletIdentity, KubeconfigE
         "certificate-authority-data",
         path,
     )?
-    .ok_or_else(|| wrong("it names no certificate-authority".into()))?;
+    .ok_or_else(|| wrong("the file names no certificate-authority".into()))?;
     let (cert, key) = (&user.client_certificate, &user.client_key);
     let cert = document(&user.client_certificate_data, cert, base, "client-certificate-data", path)?;
     let key = document(&user.client_key_data, key, base, "client-key-data", path)?;
@@ -172,7 +172,7 @@ fn load_with(path: &Path, rotated: &Path) -> Result<KubeletIdentity, KubeconfigE
         }
         _ => {
             return Err(wrong(
-                "its user has no client certificate (it may use a token or a plug-in): enrol this node with \
+                "the user has no client certificate (it may use a token or a plug-in): enrol this node with \
                  shorthorn-agent join"
                     .into(),
             ));
@@ -246,16 +246,19 @@ mod tests {
     }
 
     /// A kubeconfig as kubeadm writes it.
-    const KUBEADM: &str = "apiVersion: v1\nkind: Config\nclusters:\n- cluster:\n    \
-        certificate-authority-data: Q0E=\n    server: https://10.0.0.1:6443\n  name: kubernetes\ncontexts:\n\
-        - context:\n    cluster: kubernetes\n    user: system:node:n1\n  name: system:node:n1@kubernetes\n\
-        current-context: system:node:n1@kubernetes\npreferences: {}\nusers:\n- name: system:node:n1\n  user:\n    \
-        client-certificate: pair.pem\n    client-key: pair.pem\n";
+    const KUBEADM: &str = "apiVersion: v1\nkind: Config\nclusters:\n- cluster:\n\
+                           certificate-authority-data: Q0E=\nserver: https://10.0.0.1:6443\n\
+                           name: kubernetes\ncontexts:\n- context:\ncluster: kubernetes\n\
+                           user: system:node:n1\n  name: system:node:n1@kubernetes\n\
+                           current-context: system:node:n1@kubernetes\npreferences: {}\nusers:\n\
+                           - name: system:node:n1\nuser:\n    client-certificate: pair.pem\n\
+                           client-key: pair.pem\n";
     /// A kubeconfig as k3s writes it.
-    const K3S: &str = "apiVersion: v1\nclusters:\n- cluster:\n    server: https://127.0.0.1:6444\n    \
-        certificate-authority: ca.crt\n  name: local\ncontexts:\n- context:\n    cluster: local\n    \
-        namespace: default\n    user: user\n  name: Default\ncurrent-context: Default\nkind: Config\n\
-        preferences: {}\nusers:\n- name: user\n  user:\n    client-certificate: c.crt\n    client-key: c.key\n";
+    const K3S: &str = "apiVersion: v1\nclusters:\n- cluster:\n    server: https://127.0.0.1:6444\n\
+                       certificate-authority: ca.crt\n  name: local\ncontexts:\n- context:\ncluster: local\n\
+                       namespace: default\n    user: user\n  name: Default\ncurrent-context: Default\n\
+                       kind: Config\npreferences: {}\nusers:\n- name: user\nuser:\n\
+                       client-certificate: c.crt\nclient-key: c.key\n";
 
     #[test]
     fn kubeconfigs_of_kubelets_are_read() {

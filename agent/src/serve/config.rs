@@ -407,7 +407,8 @@ fn zone(text: String) -> Result<String, String> {
         return Ok(text);
     }
     Err(format!(
-        "{text:?} is not a label value: use letters, digits, '-', '_' and '.', at most {TOPOLOGY_VALUE_MAX_BYTES}"
+        "{text:?} is not a label value: use letters, digits, '-', '_' and '.', at most \
+         {TOPOLOGY_VALUE_MAX_BYTES}"
     ))
 }
 
@@ -436,7 +437,7 @@ fn host_name() -> Result<String, ConfigError> {
     let name = host.nodename().to_string_lossy().to_lowercase();
     match node_name(&name) {
         Ok(name) if !name.is_empty() => Ok(name),
-        Ok(_) => Err(ConfigError::HostName("it is empty".into())),
+        Ok(_) => Err(ConfigError::HostName("the name is empty".into())),
         Err(error) => Err(ConfigError::HostName(error)),
     }
 }

@@ -56,7 +56,7 @@ pub fn inspect(directory: &Path, runs: bool) -> Result<v1::ReplicaInspection, No
             shown.committed = Some((&report.committed).into());
             shown.proposed = report.proposed.iter().map(Into::into).collect();
         }
-        Some(Err(error)) => shown.problems.push(format!("its state cannot be read: {error}")),
+        Some(Err(error)) => shown.problems.push(format!("the state of the replica cannot be read: {error}")),
         None if own.status == "none" => shown.problems.push("no engine has ever opened it".to_owned()),
         None => {} // it is among the problems
     }
@@ -96,9 +96,10 @@ fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64)
     let Some(bytes) = saved.bytes() else {
         return Err(refuse("no engine has ever opened it: it holds nothing".into()));
     };
-    let state = parse(bytes).map_err(|error| refuse(format!("its state cannot be read: {error}")))?;
+    let state =
+        parse(bytes).map_err(|error| refuse(format!("the state of the replica cannot be read: {error}")))?;
     if state.replica != replica {
-        return Err(refuse(format!("it is of replica {}, not {replica}", state.replica)));
+        return Err(refuse(format!("the directory is of replica {}, not {replica}", state.replica)));
     }
     let views = alone(replica, attach)?;
     let known = state.views.generation().attach;
@@ -108,7 +109,8 @@ fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64)
     }
     if known >= attach {
         return Err(refuse(format!(
-            "an engine of attachment {known} has opened it, and the salvage has the number {attach}: salvage it again"
+            "an engine of attachment {known} has opened it, and the salvage has the number {attach}: salvage \
+             it again"
         )));
     }
     let salvaged = State { views, ..state.clone() };
@@ -122,7 +124,12 @@ fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64)
     accepted?;
     store.save_state(&bytes)?;
     let before = state.views.report();
-    tracing::warn!(directory = %directory.display(), attach, ?before, "salvaged: this replica alone is the volume now");
+    tracing::warn!(
+        directory = %directory.display(),
+        attach,
+        ?before,
+        "salvaged: this replica alone is the volume now"
+    );
     Ok(())
 }
 

@@ -143,7 +143,7 @@ pub fn of_replica(cluster: &ClusterState, agents: &Agents, replica: &Replica) ->
     let (held, message) = match volume {
         _ if volume.is_some_and(Volume::is_deleting) => (false, "data is being deleted".to_owned()),
         Some(volume) => of_volume(cluster, agents, volume, replica),
-        None => (false, "its volume is gone".to_owned()),
+        None => (false, "the volume is gone".to_owned()),
     };
     let name = replica.metadata.name.clone();
     RemainingObject { volume: replica.spec.volume_name.to_string(), replica: Some(name), held, message }
@@ -155,8 +155,8 @@ fn of_volume(cluster: &ClusterState, agents: &Agents, volume: &Volume, replica: 
         (VolumeState::Detached, _) => {
             let last = if is_last(cluster, volume, replica) { "; no other replica has its data" } else { "" };
             let message = format!(
-                "volume {name} is detached, and replicas are moved only while it is attached{last}: shorthornctl volume \
-                 attach {name} --node NODE, or delete it"
+                "volume {name} is detached, and replicas are moved only while it is attached{last}: \
+                 shorthornctl volume attach {name} --node NODE, or delete it"
             );
             (true, message)
         }
@@ -189,7 +189,7 @@ fn while_served(agents: &Agents, volume: &Volume, engine: &Engine, cluster: &Clu
         volume.status.conditions.get(ConditionType::Scheduled).filter(|scheduled| !scheduled.status);
     match scheduled {
         Some(scheduled) => (true, format!("no other disk can take it: {}", scheduled.message)),
-        None => (false, "it is being replaced".to_owned()),
+        None => (false, "the replica is being replaced".to_owned()),
     }
 }
 

@@ -114,7 +114,7 @@ impl Overview {
         self.ready_nodes += u32::from(ready.is_some_and(|ready| ready.status));
         match ready {
             Some(ready) if !ready.status => self.wrong.add(about(), &ready.reason, &ready.message),
-            None => self.waiting.add(about(), "NotSeenYet", "its agent was not reached yet"),
+            None => self.waiting.add(about(), "NotSeenYet", "the agent was not reached yet"),
             Some(_) => {}
         }
         let view = NodeName::new(name).ok().and_then(|name| agents.get(&name));

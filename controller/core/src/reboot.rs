@@ -50,8 +50,8 @@ pub fn holds(cluster: &ClusterState, node: &str) -> Vec<Hold> {
         let volume = cluster.volumes.get(name);
         if volume.is_some_and(|volume| drain::is_attached_to(cluster, volume, node)) {
             let message = format!(
-                "it is attached there: move its users to another node (kubectl drain), or shorthornctl \
-                 volume detach {name}"
+                "attached there: move the users to another node (kubectl drain), or shorthornctl volume \
+                 detach {name}"
             );
             holds.push(Hold { volume: name.to_owned(), is_engine: true, message });
         }
@@ -214,13 +214,13 @@ fn hold(cluster: &ClusterState, volume: &Volume, members: &[Member<'_>], node: &
     if let Some(engine) = cluster.engines.get(name).filter(|engine| knows_view(engine)) {
         if engine.status.current_state == CurrentState::Unknown {
             return Some(format!(
-                "its engine is unreachable and may need the replica: {}",
+                "the engine is unreachable and may need the replica: {}",
                 engine.status.message
             ));
         }
         if engine.status.phase == Some(EnginePhase::Frozen) {
             return Some(format!(
-                "its engine waits for replicas and may need each of them: shorthornctl volume why {name}"
+                "the engine waits for replicas and may need each of them: shorthornctl volume why {name}"
             ));
         }
     }

@@ -83,7 +83,7 @@ impl Known {
             );
         };
         if !found.usable {
-            return impossible("its directory is missing or damaged");
+            return impossible("the directory is missing or damaged");
         }
         if found.report.is_none() {
             return impossible("no engine has ever opened it: it holds nothing");
@@ -108,11 +108,11 @@ impl Known {
     fn lost_views(&self, replica: ReplicaId) -> Vec<String> {
         let without = |view: &&View| !view.members.contains(replica);
         let committed = self.committed.iter().filter(without).map(|view| {
-            format!("it lacks what was acknowledged in view {}, whose members are {}", view.id, view.members)
+            format!("lacks acknowledged writes of view {}, whose members are {}", view.id, view.members)
         });
         let proposed = self.proposed.iter().filter(without).map(|view| {
             format!(
-                "it lacks what was acknowledged in view {}, if that was ever used; its members are {}",
+                "lacks acknowledged writes of view {}, if that was ever used; its members are {}",
                 view.id, view.members
             )
         });
@@ -126,7 +126,10 @@ impl Known {
         let unseen = Members::new(self.unseen.iter().copied()).ok()?;
         let may = newest.members.contains(replica) && quorum(&newest.members, &unseen) == Quorum::More;
         may.then(|| {
-            format!("{unseen} cannot be inspected: they may have continued without it, and then it lacks their writes")
+            format!(
+                "{unseen} cannot be inspected: they may have continued without it, and then it lacks their \
+                 writes"
+            )
         })
     }
 }

@@ -172,7 +172,7 @@ impl Explainer<'_> {
         let stopping =
             self.trouble(ConditionType::Settled).filter(|trouble| trouble.reason == REPLICAS_STOPPING);
         let runs = match stopping {
-            Some(trouble) => format!("its engine has stopped, and {}", trouble.message),
+            Some(trouble) => format!("the engine has stopped, and {}", trouble.message),
             None => "no process runs, and no problem is known".to_owned(),
         };
         self.say(format!("Volume {} is detached: {runs}.", self.name));
@@ -418,7 +418,7 @@ impl Explainer<'_> {
     /// Returns the reason why a replica does not run or does not answer.
     fn reason(&self, replica: &Replica) -> String {
         if let Some(silence) = self.silence(&replica.spec.node_id) {
-            return format!(": its node is silent{silence}");
+            return format!(": the node is silent{silence}");
         }
         let member =
             self.engine.and_then(|engine| engine.status.replica_mode_map.get(&replica.spec.replica_id));

@@ -50,10 +50,10 @@ pub(super) fn sentence(volume: &v1::Volume) -> String {
     let has = volume.replicas.iter().filter(|replica| !replica.deleting).count();
     let wanted = volume.number_of_replicas as usize;
     let is_attached = volume.known_state() == Some(VolumeState::Attached);
-    let when = if is_attached { "one at a time" } else { "once it is attached" };
+    let when = if is_attached { "in succession" } else { "once it is attached" };
     match has.cmp(&wanted) {
         std::cmp::Ordering::Less => text.push_str(&format!("; {} are made {when}", wanted - has)),
-        std::cmp::Ordering::Greater => text.push_str(&format!("; {} go {when}", has - wanted)),
+        std::cmp::Ordering::Greater => text.push_str(&format!("; {} are removed {when}", has - wanted)),
         std::cmp::Ordering::Equal => {}
     }
     text
@@ -211,7 +211,7 @@ mod tests {
             ..v1::Volume::default()
         }
         .with_state(VolumeState::Attached);
-        assert_eq!(sentence(&volume), "volume v should have 1 replicas; 1 go one at a time");
+        assert_eq!(sentence(&volume), "volume v should have 1 replicas; 1 are removed in succession");
         volume.number_of_replicas = 3;
         volume = volume.with_state(VolumeState::Detached);
         volume.node_selector = vec!["fast".to_owned()];

@@ -281,7 +281,7 @@ async fn find(client: &ControllerClient<Channel>, nodes: &[String]) -> Result<En
 
 fn line(one: &Replaced) -> String {
     let pause = one.pause_ms.map_or_else(String::new, |ms| format!("; requests waited for {ms} ms"));
-    format!("volume {} on node {}: its engine is replaced{pause}", one.volume, one.node)
+    format!("volume {} on node {}: the engine is replaced{pause}", one.volume, one.node)
 }
 
 fn plan(format: Format, found: EnginesByProgram) -> Result<String, CtlError> {
@@ -292,7 +292,7 @@ fn plan(format: Format, found: EnginesByProgram) -> Result<String, CtlError> {
     if !format.is_for_people() || engines.is_empty() {
         return shown(format, &engines);
     }
-    let remark = |one: &Replaced| if one.is_unknown { ": its program is not compared yet" } else { "" };
+    let remark = |one: &Replaced| if one.is_unknown { ": the program is not compared yet" } else { "" };
     Ok(engines
         .iter()
         .map(|one| format!("volume {} on node {}{}\n", one.volume, one.node, remark(one)))
@@ -317,7 +317,7 @@ mod tests {
     #[test]
     fn people_and_programs_see_each_engine() {
         let one = Replaced { pause_ms: Some(40), ..Replaced::new("v".to_owned(), "n1".to_owned()) };
-        assert_eq!(line(&one), "volume v on node n1: its engine is replaced; requests waited for 40 ms");
+        assert_eq!(line(&one), "volume v on node n1: the engine is replaced; requests waited for 40 ms");
         assert_eq!(shown(Format::Table, std::slice::from_ref(&one)).unwrap(), "engines that are replaced: 1");
         assert!(shown(Format::Table, &[]).unwrap().contains("every engine"));
         let json: serde_json::Value = serde_json::from_str(&shown(Format::Json, &[one]).unwrap()).unwrap();
@@ -334,7 +334,7 @@ mod tests {
         let found = || EnginesByProgram { outdated: vec![volume("a")], unknown: vec![volume("b")] };
         assert_eq!(
             plan(Format::Table, found()).unwrap(),
-            "volume a on node n1\nvolume b on node n1: its program is not compared yet\n"
+            "volume a on node n1\nvolume b on node n1: the program is not compared yet\n"
         );
         let json: serde_json::Value = serde_json::from_str(&plan(Format::Json, found()).unwrap()).unwrap();
         assert_eq!((&json[0]["unknown"], &json[1]["unknown"]), (&serde_json::Value::Null, &true.into()));

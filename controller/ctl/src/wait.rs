@@ -269,7 +269,7 @@ fn late(name: &str, goal: &Goal, limit: Duration, last: Option<&v1::Volume>) -> 
         Some(volume) => {
             let what = trouble(volume, "Settled").or_else(|| trouble(volume, "Expanded"));
             let what = what.unwrap_or("no reason known");
-            format!("it is {}: {what}", volume.shown_state())
+            format!("the volume is {}: {what}", volume.shown_state())
         }
         None => "nothing was heard of it".to_owned(),
     };

@@ -114,7 +114,7 @@ const fn description(kind: Kind) -> &'static str {
     match kind {
         Kind::Volume => "A replicated volume. Deleting it deletes its data.",
         Kind::Engine => "The engine of a volume; made and kept by the controller.",
-        Kind::Replica => "One copy of a volume's data; made and kept by the controller.",
+        Kind::Replica => "A copy of a volume's data; made and kept by the controller.",
         Kind::Node => "A machine with an agent, and its disks.",
     }
 }

@@ -37,9 +37,9 @@ pub(super) fn check(info: &v1::NodeInfo, cluster: &str) -> Result<(), Status> {
         return Ok(());
     }
     Err(Status::failed_precondition(format!(
-        "it belongs to cluster {}, and this controller to {cluster}: this controller does not use the node. \
-         If the other cluster no longer needs it, stop its controller, then \
-         run shorthornctl node release NODE --cluster {}",
+        "the node belongs to cluster {}, and this controller to {cluster}: this controller does not use the \
+         node. If the other cluster no longer needs it, stop its controller, then run shorthornctl node \
+         release NODE --cluster {}",
         info.cluster, info.cluster
     )))
 }

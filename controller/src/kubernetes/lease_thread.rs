@@ -93,7 +93,7 @@ impl LeaseThread {
                 State::Waiting(error) => looked(error),
                 State::Held(number) => return Ok(number),
                 State::Lost(reason) => return Err(reason),
-                State::Released => return Err("it was given back".to_owned()),
+                State::Released => return Err("the Lease was given back".to_owned()),
             }
             if self.state.changed().await.is_err() {
                 return Err(ENDED.to_owned());
@@ -119,7 +119,7 @@ impl LeaseThread {
     }
 }
 
-const ENDED: &str = "its thread has ended";
+const ENDED: &str = "the thread of the Lease has ended";
 
 /// Shows that the runtime runs, until it is dropped.
 async fn beat(beats: Arc<AtomicU64>) {
@@ -153,7 +153,7 @@ async fn keep(
     let client = match connect(config).await {
         Ok(client) => client,
         Err(error) => {
-            state.send_replace(State::Lost(format!("it cannot be asked for: {error}")));
+            state.send_replace(State::Lost(format!("the API server cannot be asked: {error}")));
             return;
         }
     };

@@ -74,7 +74,7 @@ impl Tls {
                     let kept = tls.keep(&node, channel).await;
                     kept.inspect_err(|error| {
                         let reason = error.message();
-                        tracing::warn!(%node, reason, "its certificate is not kept current");
+                        tracing::warn!(%node, reason, "the certificate of the node is not renewed");
                     })
                     .is_err()
                 });
@@ -119,7 +119,11 @@ impl Tls {
         if self.newer().contains(node) {
             return Ok(());
         }
-        tracing::warn!(%node, known, "its trust list is newer than the CA's, which is now made newer");
+        tracing::warn!(
+            %node,
+            known,
+            "the trust list of the node is newer than the CA's, which is now made newer"
+        );
         let changed = self.change(|authority| {
             authority.outdate(known);
             Ok(())
@@ -144,8 +148,8 @@ impl Tls {
         let lately = self.look(|authority| signed_lately(authority, node.as_str(), now().as_secs())).await;
         if lately >= SIGNED_PER_DAY_MAX {
             return Err(Status::resource_exhausted(format!(
-                "{lately} certificates were signed for it within a day, and it does not use them: look at the log of its \
-                 agent"
+                "{lately} certificates were signed for it within a day, and it does not use them: look at \
+                 the log of its agent"
             )));
         }
         let request = v1::CreateCertificateRequestRequest {};

@@ -107,7 +107,7 @@ impl Process {
         let Ok(mut sim) = self.sim.try_borrow_mut() else { return };
         if sim.conns.get(&conn).is_some_and(|conn| conn.engine_open) {
             sim.send(conn, true, Message::Close);
-            sim.close_at_engine(conn, "it is not needed");
+            sim.close_at_engine(conn, "not needed");
         }
     }
 
@@ -327,7 +327,7 @@ impl Process {
         // A connection that broke unnoticed fails at its next use.
         broken.retain(|(_, conn)| sim.conns.get(conn).is_none_or(|conn| !conn.engine_open));
         for (peer, _) in broken {
-            let reason = "it has closed the connection".to_owned();
+            let reason = "the replica closed the connection".to_owned();
             sim.apply(engine, Event::Lost { peer: index(peer), reason });
             sim.close_links(engine, index(peer));
         }

@@ -528,7 +528,7 @@ impl Simulation {
             return false;
         }
         self.trace(|| {
-            format!("replica {at} is killed{}", if power { ", its host has no power" } else { "" })
+            format!("replica {at} is killed{}", if power { ", the host has no power" } else { "" })
         });
         let replica = &mut self.replicas[at];
         replica.up = false;

@@ -292,7 +292,7 @@ impl Simulation {
             (true, Message::Close) => self.engine_has_closed(id),
             (true, Message::Ask(number, ask)) => self.asked(id, number, *ask),
             (true, Message::Answer(..)) | (false, Message::Ask(..)) => {}
-            (false, Message::Close) => self.close_at_engine(id, "it has closed the connection"),
+            (false, Message::Close) => self.close_at_engine(id, "the replica closed the connection"),
             (false, Message::Answer(number, answer)) => {
                 if engine_open {
                     self.answered(id, number, *answer);
@@ -331,7 +331,7 @@ impl Simulation {
 
     /// Ends a half-open connection at both ends.
     pub fn end_half_open(&mut self, id: ConnId) {
-        self.close_at_engine(id, "it is silent");
+        self.close_at_engine(id, "silent");
         self.end_at_replica(id);
         self.forget_if_over(id);
     }

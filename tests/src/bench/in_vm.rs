@@ -46,7 +46,8 @@ pub fn measure_in_vm(workloads: &[Workload], replicas: u32) -> Result<Vec<VmFigu
         for workload in workloads.iter().filter(|workload| workload.block_size == "4k") {
             let arguments = workload.arguments(1, "100%").join(" ");
             let report = host.sh(&format!(
-                "fio --name=bench --filename={} --ioengine=libaio --direct=1 {arguments} --output-format=json",
+                "fio --name=bench --filename={} --ioengine=libaio --direct=1 {arguments} \
+                 --output-format=json",
                 device.display()
             ))?;
             let requests_per_s = parse_fio(&report)?.requests_per_s;
@@ -66,7 +67,7 @@ fn start(host: &VmHost, frontend: &str, replicas: u32) -> Result<(Running, Ready
     let ready = until("volume that is ready", START_LIMIT, || {
         let output = running.output_so_far().text();
         let line = output.lines().find(|line| line.starts_with('{')).map(str::to_owned);
-        line.with_context(|| format!("its output: {output}")).map(Some)
+        line.with_context(|| format!("the output: {output}")).map(Some)
     })?;
     Ok((running, serde_json::from_str(&ready)?))
 }

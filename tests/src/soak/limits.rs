@@ -96,9 +96,11 @@ pub fn limit((group, kind): Row, replica_timeout: Duration) -> Limit {
             Beyond::Nothing,
             "a bad frame ends its connection; a missing one is late after replica_timeout_ms",
         ),
-        (Group::Alone, Kind::DiskFull) => {
-            limit(noticed, Beyond::Nothing, "it leaves at once; the view changes within replica_timeout_ms")
-        }
+        (Group::Alone, Kind::DiskFull) => limit(
+            noticed,
+            Beyond::Nothing,
+            "the replica leaves at once; the view changes within replica_timeout_ms",
+        ),
         (Group::Alone, Kind::DiskSlow) => limit(
             replica_timeout + noticed,
             Beyond::Nothing,

@@ -20,7 +20,7 @@ fn a_host_is_restarted_and_drained_as_the_page_says() -> Result<()> {
     page.ctl(&cluster, "node cordon NODE")?;
     // The host of the engine cannot be restarted.
     let refusal = cluster.hosts.refused(&["node", "can-reboot", &name(0)])?;
-    ensure_has(&refusal, &["volume v: it is attached there"])?;
+    ensure_has(&refusal, &["volume v: attached there"])?;
     page.ctl(&cluster, "node can-reboot NODE --wait")?;
     page.script.next("reboot")?;
     cluster.hosts.kill_agent(host)?;

@@ -37,9 +37,9 @@ fn problems_are_reported_as_the_page_says() -> Result<()> {
     })?;
     until("views of the replicas", LIMIT, || {
         let printed = cluster.hosts.ctl(&["volume", "salvage", VOLUME])?;
-        ensure_has(&printed, &["it lacks what was acknowledged in view"]).map(Some)
+        ensure_has(&printed, &["lacks acknowledged writes of view"]).map(Some)
     })?;
     let printed = page.ctl(&cluster, "volume salvage NAME")?;
-    ensure_has(&printed, &["it lacks what was acknowledged in view", "does not answer"])?;
+    ensure_has(&printed, &["lacks acknowledged writes of view", "does not answer"])?;
     page.script.finish()
 }

@@ -284,7 +284,7 @@ impl Running {
         match self.ended.recv_timeout(limit) {
             Ok(ended) => self.finish(ended),
             Err(RecvTimeoutError::Timeout) => Err(self.failure(&format!("no end after {limit:?}"))),
-            Err(RecvTimeoutError::Disconnected) => Err(self.failure("its reader panicked")),
+            Err(RecvTimeoutError::Disconnected) => Err(self.failure("the reader panicked")),
         }
     }
 

@@ -138,7 +138,10 @@ fn mount_at(
     mounted.and_then(|()| check_mounted(device, point)).map_err(|error| undo(device, point, error))?;
     if !read_only && let Err(error) = filesystem::grow(&device.path, point, kind) {
         // The file system is smaller than the device, and works: a caller that expands it gets the reason.
-        tracing::warn!(device = %device.path.display(), "the file system does not grow to its device: {error}");
+        tracing::warn!(
+            device = %device.path.display(),
+            "the file system does not grow to its device: {error}"
+        );
     }
     Ok(())
 }
@@ -176,7 +179,7 @@ fn file_system(
             return Err(CsiError::Precondition(format!("{path} holds {what}: {hint}")));
         }
         Content::Empty | Content::Unfinished if read_only || claimed => {
-            let why = if claimed { "another process uses the device" } else { "it is read-only" };
+            let why = if claimed { "another process uses the device" } else { "the volume is read-only" };
             return Err(CsiError::Precondition(format!("{path} has no file system, and {why}")));
         }
         Content::Empty | Content::Unfinished => {

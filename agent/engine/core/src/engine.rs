@@ -276,7 +276,7 @@ impl EngineCore {
         }
         let is_asked = self.slots.expects(peer, id);
         if !is_asked {
-            self.lose(peer, format!("it answered what it was not asked: {id:?}"), out);
+            self.lose(peer, format!("answered a request that it did not get: {id:?}"), out);
         }
         is_asked
     }

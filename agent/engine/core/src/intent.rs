@@ -34,7 +34,7 @@ impl WriteIntent {
             *set = set.converted(from, to);
         }
         if from.region_bytes() != to.region_bytes() {
-            debug_assert!(self.clearing.is_empty(), "what is cleared is known by its old regions");
+            debug_assert!(self.clearing.is_empty(), "regions being cleared have their old numbers");
             self.covered.clear();
         }
     }

@@ -120,7 +120,7 @@ struct Attempt<'a, C: ReplicaRebuild> {
 impl<C: ReplicaRebuild> Attempt<'_, C> {
     async fn run(&self, peer: &KnownPeer) -> Result<(), RebuildError<Error<C>>> {
         if !self.engine.is_disconnected(self.me) {
-            return Err(RebuildError::NotYet("its previous connections are being closed"));
+            return Err(RebuildError::NotYet("the previous connections are being closed"));
         }
         let opened = self.engine.open_control(self.address()).await;
         let welcome = opened.map_err(RebuildError::while_doing("connecting"))?;
@@ -433,7 +433,7 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
                 return Err(RebuildError::NotYet("the volume is being expanded"));
             }
             Err(trouble) => {
-                self.drop_queues("it was given up");
+                self.drop_queues("the rebuild was given up");
                 return Err(trouble);
             }
         };
@@ -486,7 +486,7 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
                 return Ok(());
             }
         }
-        Err(RebuildError::NotYet("it is sent stamps all the time"))
+        Err(RebuildError::NotYet("the engine sends stamps to the replica all the time"))
     }
 
     /// Ends the copy: the replica has all data of the members, apart from the regions that they count as

@@ -26,8 +26,8 @@ impl Serving<'_> {
             ProcessCommand::Replicas { replicas } => self.set_replicas(replicas)?,
             ProcessCommand::Scrub { scrub } => self.scrub(scrub)?,
             ProcessCommand::Limits { limits } => self.limit(limits),
-            ProcessCommand::Fence { .. } => self.ignore("fence", "it is for replicas"),
-            ProcessCommand::Listen { .. } => self.ignore("listen", "it is for replicas"),
+            ProcessCommand::Fence { .. } => self.ignore("fence", "only for replicas"),
+            ProcessCommand::Listen { .. } => self.ignore("listen", "only for replicas"),
             ProcessCommand::Expand { size_bytes } => self.expand(size_bytes)?,
             // The server answers these itself.
             ProcessCommand::Status | ProcessCommand::Watch | ProcessCommand::Io => {}
@@ -124,7 +124,7 @@ impl Serving<'_> {
         self.publish_member(replica, |member| member.address.clone_from(&address));
         if former != next {
             tracing::info!(volume = %self.spec.volume, %replica, address, "a replica has another address");
-            self.moves.readdress(index, &former, &next, format!("its address has changed to {address}"));
+            self.moves.readdress(index, &former, &next, format!("the address has changed to {address}"));
         }
     }
 

@@ -38,7 +38,7 @@ fn two_of_three_replicas_that_move_together_move_one_after_the_other() {
         .flat_map(|line| [FAILED, BACK].into_iter().filter(|event| line.contains(event)))
         .collect();
     assert_eq!(events, [FAILED, BACK, FAILED, BACK], "a majority of members at any time: {log}");
-    assert_eq!(log.matches("its address has changed to").count(), 2, "{log}");
+    assert_eq!(log.matches("the address has changed to").count(), 2, "{log}");
     volume.stop();
     volume.assert_equal();
 }

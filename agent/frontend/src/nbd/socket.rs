@@ -321,7 +321,7 @@ impl Device for SocketDevice {
     fn in_use(&self) -> Option<String> {
         match self.clients.count() {
             0 => None,
-            1 => Some(format!("one NBD client of {}", self.path.display())),
+            1 => Some(format!("1 NBD client of {}", self.path.display())),
             count => Some(format!("{count} NBD clients of {}", self.path.display())),
         }
     }

@@ -158,7 +158,7 @@ impl Host {
                 }
                 let point = root.join(mount.point.strip_prefix("/").unwrap_or(&mount.point));
                 if is_one_of(devices, &point) {
-                    found.push(format!("its node is mounted at {}", mount.point.display()));
+                    found.push(format!("the device node is mounted at {}", mount.point.display()));
                 }
             }
         }
@@ -269,7 +269,8 @@ garbage
 
     #[test]
     fn swaps_have_names() {
-        let text = "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n/dev/ublkb0                             partition\t1020\t0\t-2\n/a\\040b file 1 0 -3\n";
+        let text = "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n\
+                    /dev/ublkb0                             partition\t1020\t0\t-2\n/a\\040b file 1 0 -3\n";
         assert_eq!(parse_swaps(text), [Path::new("/dev/ublkb0"), Path::new("/a b")]);
         assert_eq!(parse_swaps(""), Vec::<PathBuf>::new());
     }

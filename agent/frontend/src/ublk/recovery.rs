@@ -101,8 +101,8 @@ pub(super) fn take_over(
 
 const STILL_LIVE: &str =
     ": the driver still waits for it (state LIVE; see the lines with \"stuck device\" in the log)";
-const STILL_OPEN: &str = ": its character device is still open, or its io_uring has not ended; see the lines with \"stuck device\" in \
-     the log";
+const STILL_OPEN: &str = ": the character device is still open, or the io_uring has not ended; see the lines \
+                          with \"stuck device\" in the log";
 
 /// Describes the process of a device. From Linux 6.15 on, a driver that knows of the end of a process forgets
 /// its number. It keeps the state LIVE until the character device is closed.

@@ -36,7 +36,7 @@ impl CopyList {
     pub fn new(layers: Vec<CopyLayer>, size_bytes: u64) -> Result<CopyList, ChainError> {
         let refuse = |reason: String| Err(ChainError::CopyList { reason });
         if layers.is_empty() || layers.len() > MAX_LAYERS {
-            return refuse(format!("it has {} layers, not 1 to {MAX_LAYERS}", layers.len()));
+            return refuse(format!("the list has {} layers, not 1 to {MAX_LAYERS}", layers.len()));
         }
         let (mut parent, mut below_bytes) = (String::new(), 0);
         let mut seen = BTreeSet::new();

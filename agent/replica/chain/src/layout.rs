@@ -235,7 +235,7 @@ pub(crate) fn head_of(volume: &VolumeMeta) -> Result<ImageName, ChainError> {
         name: VOLUME_META.to_owned(),
         field: "Head",
         value: format!("'{}'", volume.head),
-        rule: "it must name a file volume-head-NNN.img",
+        rule: "must name a file volume-head-NNN.img",
     })
 }
 
@@ -254,7 +254,7 @@ fn check_volume(volume: &VolumeMeta, checks: &Checks) -> Result<u64, ChainError>
             name: VOLUME_META.to_owned(),
             field: "Size",
             value: volume.size.to_string(),
-            rule: "it must be a multiple of 4096 above 0",
+            rule: "must be a multiple of 4096 above 0",
         });
     };
     let unsupported = |field, value: String, what| Err(ChainError::Unsupported { field, value, what });
@@ -322,7 +322,7 @@ fn parent_of(image: &ImageName, meta: &DiskMeta) -> Result<ImageName, ChainError
         name: image.meta_name(),
         field: "Parent",
         value: format!("'{}'", meta.parent),
-        rule: "it must be empty or name a file volume-snap-<name>.img",
+        rule: "must be empty or name a file volume-snap-<name>.img",
     })
 }
 

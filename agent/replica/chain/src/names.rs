@@ -127,20 +127,20 @@ impl SnapshotName {
     pub fn new(name: &str) -> Result<SnapshotName, ChainError> {
         let refuse = |rule: &'static str| Err(ChainError::SnapshotName { name: name.to_owned(), rule });
         if name.is_empty() {
-            return refuse("it is empty");
+            return refuse("the name is empty");
         }
         if name.len() > SNAPSHOT_NAME_MAX_BYTES {
-            return refuse("it is longer than 200 bytes");
+            return refuse("the name is longer than 200 bytes");
         }
         if !name.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-')) {
             return refuse("only letters, digits, '.', '_' and '-' are allowed");
         }
         if !name.as_bytes()[0].is_ascii_alphanumeric() {
-            return refuse("it does not begin with a letter or a digit");
+            return refuse("the name does not begin with a letter or a digit");
         }
         // Longhorn takes any file whose name contains this for a head when it rebuilds volume.meta.
         if name.contains("volume-head") {
-            return refuse("it contains 'volume-head'");
+            return refuse("the name contains 'volume-head'");
         }
         Ok(SnapshotName(name.to_owned()))
     }

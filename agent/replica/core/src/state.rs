@@ -299,7 +299,7 @@ fn describe(step: DurableStep<'_>, error: &impl Fault) -> String {
         DurableStep::MakeSet(key, _) => format!("the set of regions '{key}' could not be begun: {error}"),
         DurableStep::RemoveSet(key) => format!("the set of regions '{key}' could not be removed: {error}"),
         DurableStep::RecordMadeUpFor => {
-            format!("that lost data is made up for could not be recorded: {error}")
+            format!("the recovery of lost data could not be recorded: {error}")
         }
         DurableStep::RecordLeft | DurableStep::RecordMember => {
             format!("whether the replica has left its view could not be recorded in volume.meta: {error}")

@@ -60,7 +60,7 @@ impl Executor {
     /// # Errors
     /// The error of the store. If it fails half-way, nothing is served any more.
     pub fn begin_copy(&mut self, layers: Vec<CopyLayer>) -> Result<Vec<bool>, ReplicaError> {
-        debug_assert!(!self.in_flight.is_busy(), "its caller has checked that no request is in flight");
+        debug_assert!(!self.in_flight.is_busy(), "the caller has checked that no request is in flight");
         self.layer_sums.forget();
         let begun = self.store.begin_copy(layers);
         if self.store.is_broken() {

@@ -93,7 +93,11 @@ impl Disk for Shelf<'_> {
                     if is_final(error.errno()) {
                         return Err(error);
                     }
-                    tracing::warn!(%error, "revision.counter could not be stored: Longhorn would take this replica for an older one");
+                    tracing::warn!(
+                        %error,
+                        "revision.counter could not be stored: Longhorn would take this replica for an older \
+                         one"
+                    );
                 }
                 self.store.save_state(&self.owner.with_views(views)?)?;
             }
@@ -122,7 +126,8 @@ impl Disk for Shelf<'_> {
             DurableStep::RecordLeft => {
                 self.store.set_left(true)?;
                 tracing::info!(
-                    "the replica is not in the view of its volume: volume.meta tells Longhorn that it lacks data"
+                    "the replica is not in the view of its volume: volume.meta tells Longhorn that it lacks \
+                     data"
                 );
             }
             DurableStep::RecordMember => {
@@ -141,11 +146,11 @@ impl Disk for Shelf<'_> {
             Ok(LossRecord::Written) => RecordOutcome::Counted,
             Ok(LossRecord::FileRemoved | LossRecord::Elsewhere) => RecordOutcome::Uncounted,
             Err(error) if is_first => {
-                tracing::error!(%error, "that data may be gone could not be recorded");
+                tracing::error!(%error, "the possible loss of data could not be recorded");
                 RecordOutcome::Not
             }
             Err(error) => {
-                tracing::debug!(%error, "that data may be gone could not be recorded");
+                tracing::debug!(%error, "the possible loss of data could not be recorded");
                 RecordOutcome::Not
             }
         }

@@ -63,7 +63,7 @@ impl Server {
             let (errno, message) = match why {
                 RefusalReason::Fenced => (Errno::NOT_PERMITTED, self.fenced(queue_id).to_string()),
                 RefusalReason::QueueAgain => {
-                    (Errno::NOT_PERMITTED, "its queue has opened a newer connection".to_owned())
+                    (Errno::NOT_PERMITTED, "the queue has opened a newer connection".to_owned())
                 }
                 RefusalReason::TooMany => {
                     (Errno::new(libc::EAGAIN), "too many connections are waiting".to_owned())

@@ -215,8 +215,8 @@ impl Copy {
     /// Parses the content of the file.
     fn parse(bytes: &[u8]) -> std::result::Result<Copy, Unusable> {
         let unknown = |reason: String| Unusable::Bad { reason, is_prepared: true };
-        let document =
-            without_check(COPY_FILE, bytes).map_err(|_| unknown("its check is wrong".to_owned()))?;
+        let document = without_check(COPY_FILE, bytes)
+            .map_err(|_| unknown("the check of the record is wrong".to_owned()))?;
         let format: FormatOnly =
             serde_json::from_slice(&document).map_err(|error| unknown(error.to_string()))?;
         if format.format != FORMAT {
@@ -229,11 +229,11 @@ impl Copy {
             Some(CopyLayer { image, meta: layer.meta.into_bytes(), size_bytes: layer.size_bytes })
         };
         let layers = record.layers.into_iter().map(layer).collect::<Option<Vec<_>>>();
-        let layers = layers.ok_or_else(|| bad("it names something that is not a layer"))?;
+        let layers = layers.ok_or_else(|| bad("the record names a file that is not a layer"))?;
         let list = CopyList::new(layers, record.size_bytes);
         let list = list.map_err(|error| bad(&error.to_string()))?;
         if record.done.len() != list.layers().len() {
-            return Err(bad("it does not say of each layer whether it is whole"));
+            return Err(bad("the record lacks the progress of some layers"));
         }
         Ok(Copy { list, prepared: record.prepared, done: record.done, epoch: record.epoch })
     }
@@ -298,8 +298,8 @@ mod tests {
 
     const META: &str = "{\"Name\":\"volume-head-000.img\",\"Parent\":\"volume-snap-a.img\",\"Removed\":false,\
         \"UserCreated\":false,\"Created\":\"2026-11-20T23:36:34Z\",\"Labels\":null}\n";
-    const OLDEST: &str = "{\"Name\":\"volume-snap-a.img\",\"Parent\":\"\",\"Removed\":false,\"UserCreated\":true,\
-        \"Created\":\"2026-11-20T23:36:34Z\",\"Labels\":null}\n";
+    const OLDEST: &str = "{\"Name\":\"volume-snap-a.img\",\"Parent\":\"\",\"Removed\":false,\"UserCreated\":true,\"Created\":\"2026-11-20T23:36:34Z\",\"Labels\":null}\n\
+                          ";
 
     fn file() -> Vec<u8> {
         let layer = |image: &str, meta: &str| RecordLayer {

@@ -81,18 +81,18 @@ pub(crate) fn load(directory: &Directory, epoch: u64) -> Result<SavedState, Stor
 
 /// Parses the content of the file. The error is a description of the problem.
 fn parse(mut bytes: Vec<u8>, epoch: u64) -> Result<SavedState, String> {
-    let end = bytes.iter().position(|byte| *byte == b'\n').ok_or("it has no first line")?;
+    let end = bytes.iter().position(|byte| *byte == b'\n').ok_or("the first line is missing")?;
     let header: Header =
-        serde_json::from_slice(&bytes[..end]).map_err(|error| format!("its first line: {error}"))?;
+        serde_json::from_slice(&bytes[..end]).map_err(|error| format!("the first line: {error}"))?;
     if header.format != FORMAT {
-        return Err(format!("its format is {}, this program knows {FORMAT}", header.format));
+        return Err(format!("the format is {}, this program knows {FORMAT}", header.format));
     }
     let payload = bytes.split_off(end + 1);
     if payload.len() != header.length_bytes {
-        return Err(format!("it has {} bytes of {}", payload.len(), header.length_bytes));
+        return Err(format!("the file has {} bytes of {}", payload.len(), header.length_bytes));
     }
     if crc32c::crc32c(&payload) != header.crc32c {
-        return Err("its checksum is wrong".to_owned());
+        return Err("the checksum is wrong".to_owned());
     }
     Ok(if header.epoch == epoch { SavedState::Current(payload) } else { SavedState::Outdated(payload) })
 }

@@ -104,11 +104,11 @@ impl LayerSums {
         let damaged = |reason: &str| FoundSums::Damaged(reason.to_owned());
         let Some(body_bytes) = bytes.len().checked_sub(CHECK_BYTES).filter(|body| *body >= HEADER_BYTES)
         else {
-            return damaged("it is too short");
+            return damaged("the file is too short");
         };
         let (body, check) = bytes.split_at(body_bytes);
         if u32_at(check, 0) != crc32c::crc32c(body) {
-            return damaged("its checksum is wrong");
+            return damaged("the checksum is wrong");
         }
         if &body[..8] != MAGIC || u32_at(body, 8) != VERSION {
             return damaged("this version does not know its format");
@@ -127,7 +127,7 @@ impl LayerSums {
         let pieces = subject.size_bytes.div_ceil(u64::from(piece_bytes.max(1)));
         let is_whole = u32_at(body, 44) as usize == sums.len() && sums.len() as u64 == pieces;
         if !is_whole || body.len() != HEADER_BYTES + sums.len() * SUM_BYTES {
-            return damaged("it has not one sum for each piece");
+            return damaged("the number of sums is not that of pieces");
         }
         FoundSums::Kept(LayerSums { piece_bytes, sums })
     }
@@ -194,7 +194,7 @@ impl Store {
         match self.medium.directory().stat(&name)? {
             None => return Ok(FoundSums::None),
             Some(stat) if stat.size_bytes > longest_bytes as u64 => {
-                return Ok(FoundSums::Damaged("it is too long".to_owned()));
+                return Ok(FoundSums::Damaged("the file is too long".to_owned()));
             }
             Some(_) => {}
         }

@@ -118,7 +118,7 @@ fn operations_keep_the_state() {
 fn damage_is_refused() {
     type Damage = fn(&mut Vec<u8>);
     let damages: [(Damage, &str); 4] = [
-        (|bytes| bytes.clear(), "no first line"),
+        (|bytes| bytes.clear(), "first line is missing"),
         (|bytes| bytes[2] = b'x', "first line"),
         (|bytes| bytes.truncate(bytes.len() - 1), "4 bytes of 5"),
         (|bytes| *bytes.last_mut().unwrap() ^= 1, "checksum is wrong"),

@@ -68,7 +68,7 @@ fn condition(instance: &v1::Instance, engine: &v1::EngineStatus) -> Condition {
     };
     if instance.state() != InstanceState::Running {
         let state = instance.state().as_str_name().trim_start_matches("INSTANCE_STATE_").to_lowercase();
-        return Condition::Frozen(because(&format!("its engine is {state}")));
+        return Condition::Frozen(because(&format!("the engine is {state}")));
     }
     if engine.known_phase() == Some(EnginePhase::Frozen) {
         return Condition::Frozen(because("too few replicas can be reached"));

@@ -63,8 +63,8 @@ pub(super) fn obstacle(path: &Path) -> Option<String> {
     if space.fragment_size() > BLOCK_BYTES {
         let unit = space.fragment_size();
         return Some(format!(
-            "its file system allocates {unit} bytes at a time, and replicas need {BLOCK_BYTES} or less: make one with \
-             blocks of {BLOCK_BYTES}"
+            "the file system allocates {unit} bytes at a time, and replicas need {BLOCK_BYTES} or less: make \
+             one with blocks of {BLOCK_BYTES}"
         ));
     }
     None

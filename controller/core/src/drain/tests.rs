@@ -104,7 +104,7 @@ fn only(cluster: &ClusterState) -> (bool, String) {
 #[test]
 fn a_replica_that_is_being_replaced_says_by_whom() {
     let mut cluster = cluster();
-    assert_eq!(only(&cluster), (false, "it is being replaced".to_owned()));
+    assert_eq!(only(&cluster), (false, "the replica is being replaced".to_owned()));
     cluster.insert(replica(3, "c").into());
     let (held, message) = only(&cluster);
     assert!(!held && message.starts_with("replica v-00000003 on node c is being rebuilt"), "{message}");

@@ -38,14 +38,14 @@ fn leave_out(cluster: &mut ClusterState, kind: Kind, number: u64) {
         _ => json!({ "spec": { "nodeID": "a" } }),
     };
     cluster.remove(&key);
-    cluster.leave_out(key, LeftOut::new(kind, Some(&raw), "it is damaged", "mend it"));
+    cluster.leave_out(key, LeftOut::new(kind, Some(&raw), "damaged", "mend it"));
 }
 
 /// The same, and its text says nothing.
 fn damage(cluster: &mut ClusterState, kind: Kind, number: u64) {
     let key = key_of(kind, number);
     cluster.remove(&key);
-    cluster.leave_out(key, LeftOut::new(kind, None, "it is damaged", "mend it"));
+    cluster.leave_out(key, LeftOut::new(kind, None, "damaged", "mend it"));
 }
 
 fn without(kind: Kind) -> Example {
@@ -290,7 +290,7 @@ fn a_replica_that_was_left_out_may_be_a_member_unless_its_text_says_that_it_has_
     let mut cluster = Example::new().cluster;
     for (number, raw) in [(1, json!({})), (2, json!({ "status": { "failedAt": "2026-11-26T00:00:00Z" } }))] {
         cluster.remove(&key_of(Kind::Replica, number));
-        let left_out = LeftOut::new(Kind::Replica, Some(&raw), "it is damaged", "mend it");
+        let left_out = LeftOut::new(Kind::Replica, Some(&raw), "damaged", "mend it");
         cluster.leave_out(key_of(Kind::Replica, number), left_out);
     }
     let members: Vec<String> = cluster.unknown_members_of("v").collect();

@@ -73,7 +73,7 @@ const NODE_FILTERS: &[NodeFilter] = &[
     NodeFilter {
         filter: Filter::NodeTags,
         takes: |request, node, _| request.node_selector.is_subset(&node.tags),
-        reason: |request, node| format!("it lacks {}", Missing(&request.node_selector, &node.tags)),
+        reason: |request, node| format!("lacks {}", Missing(&request.node_selector, &node.tags)),
     },
     NodeFilter {
         filter: Filter::ZoneAntiAffinity,

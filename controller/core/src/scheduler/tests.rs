@@ -123,7 +123,7 @@ fn cases_of_node_filters() -> Vec<FilterCase> {
             Filter::NodeTags,
             tagged,
             NodeCandidate { tags: labels(["fast", "old"]).unwrap(), ..plain("n") },
-            "it lacks tag new",
+            "lacks tag new",
             "1 lacks tags fast, new",
         ),
         (
@@ -396,7 +396,8 @@ fn a_refusal_sums_up_and_names_some_nodes() {
     let refusal = schedule(&ssd, &mut nodes, 0, 2).unwrap_err();
     assert_eq!((refusal.placed, refusal.wanted, refusal.by_node.len()), (0, 2, 21));
     let text = refusal.to_string();
-    let start = "0 of 2 replicas have a place; 21 nodes: 20 have no disk with tag ssd, 1 is cordoned; closed: cordoned";
+    let start = "0 of 2 replicas have a place; 21 nodes: 20 have no disk with tag ssd, 1 is cordoned; \
+                 closed: cordoned";
     assert!(text.starts_with(start), "{text}");
     assert!(text.contains("; n08: disk /1 lacks tag ssd") && !text.contains("n09"), "{text}");
     assert!(text.ends_with("; and 11 more"), "{text}");

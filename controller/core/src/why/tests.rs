@@ -186,7 +186,7 @@ fn volumes_that_serve() {
         "2 of 3",
         "on node c is missing since",
         "(1 min 0 s ago)",
-        "its node is silent",
+        "the node is silent",
         "connection refused",
         "The controller replaces it in 9 min 0 s",
         "shorthorn-agent running",
@@ -363,7 +363,7 @@ fn volumes_on_their_way() {
         REPLICAS_STOPPING,
         "the replicas are being stopped; v-1: no answer",
     );
-    let words = ["its engine has stopped, and the replicas are being stopped; v-1: no answer."];
+    let words = ["the engine has stopped, and the replicas are being stopped; v-1: no answer."];
     check("detached with replicas", &case, true, &words);
 
     let mut case = Case::healthy();
@@ -396,7 +396,8 @@ fn a_replica_that_is_to_leave_a_drained_node_is_reported() {
     drained.spec.eviction_requested = true;
     case.cluster.insert(drained.into());
     let name = ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), id(3));
-    let leaves = format!("Replica {name} has to leave node c, which is drained: it is being replaced.");
+    let leaves =
+        format!("Replica {name} has to leave node c, which is drained: the replica is being replaced.");
     check("drained", &case, true, &[&leaves]);
     case.condition(ConditionType::Scheduled, "NoPlace", "no place");
     let cannot = "and cannot yet: no other disk can take it: no place.";

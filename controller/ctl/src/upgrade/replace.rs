@@ -145,9 +145,8 @@ impl One {
             (Some(Standing::NotCompared), _) if !progress.is_requested => {
                 self.failure("not replaced in time: its agent has not compared its program", false)
             }
-            (Some(Standing::NotCompared), _) => {
-                self.failure("it is replaced, and its agent has not compared its program in time", false)
-            }
+            (Some(Standing::NotCompared), _) => self
+                .failure("the engine is replaced, and its agent has not compared the program in time", false),
             (Some(Standing::Former | Standing::Sick), Some(lost)) if !progress.is_answered => {
                 self.failure(&format!("not replaced in time: {}", lost.message()), false)
             }
@@ -155,7 +154,7 @@ impl One {
                 self.failure(&format!("not replaced in time, because it does not serve: {why}"), false)
             }
             (Some(Standing::Former), _) => {
-                self.failure("it is replaced, and runs another program than the installed one", false)
+                self.failure("the engine is replaced, and runs another program than the installed one", false)
             }
             _ => {
                 let problem = "the new engine serves not as well as the former one in time";

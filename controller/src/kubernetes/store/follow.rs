@@ -219,8 +219,8 @@ enum Read {
 }
 
 /// The remedy for an object that the API server does not let us mark.
-const UNMARKED_REMEDY: &str = "let the controller change it (packaging/deploy/rbac.yaml, admission webhooks); it tries \
-                               again every 30 s";
+const UNMARKED_REMEDY: &str = "let the controller change it (packaging/deploy/rbac.yaml, admission \
+                               webhooks); it tries again every 30 s";
 
 fn left_out(key: &Key, object: &DynamicObject, why: String, remedy: String) -> LeftOut {
     let version = convert::version(object.metadata.resource_version.as_deref()).unwrap_or(0);
@@ -257,11 +257,11 @@ async fn readable(inner: &Inner, key: &Key, mut object: DynamicObject) -> Result
         Err(error) if is_code(&error, 404) => return Ok(Read::Nothing),
         // Another writer was first: the watch brings the new version.
         Err(error) if is_code(&error, 409) => {
-            let (why, remedy) = ("it was changed while the controller marked it", "wait a moment");
+            let (why, remedy) = ("the object was changed while the controller marked it", "wait a moment");
             return Ok(Read::LeftOut(left_out(key, &object, why.to_owned(), remedy.to_owned())));
         }
         Err(error) if is_about_object(&error) => {
-            let why = format!("it cannot be marked with the finalizer: {error}");
+            let why = format!("the object cannot be marked with the finalizer: {error}");
             return Ok(Read::Unmarked(left_out(key, &object, why, UNMARKED_REMEDY.to_owned()), error));
         }
         Err(error) => return Err(error),

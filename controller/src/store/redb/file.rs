@@ -190,7 +190,7 @@ fn prepare(database: &Database, drawn: &str) -> Result<(u64, String), Damage> {
             Some(FORMAT) => {}
             Some(other) => {
                 let message =
-                    format!("it has format {other}, this controller knows {FORMAT}: use a newer one");
+                    format!("format {other}, and this controller knows {FORMAT}: use a newer controller");
                 return Err(Damage::Format(message));
             }
         }

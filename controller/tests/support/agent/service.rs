@@ -485,7 +485,7 @@ impl Node for FakeAgent {
             obstacles: Some(obstacle.to_owned()).filter(|text| !text.is_empty()).into_iter().collect(),
             ..v1::DiscoveredDevice::default()
         };
-        let devices = vec![device("sda", "it has a signature: dos"), device("sdb", "")];
+        let devices = vec![device("sda", "the device has a signature: dos"), device("sdb", "")];
         Ok(Response::new(v1::DiscoverDevicesResponse { devices }))
     }
 }

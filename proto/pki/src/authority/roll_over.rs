@@ -83,7 +83,7 @@ impl Authority {
     /// [`AuthorityError::NotReady`] in another phase.
     pub fn switch_signer(&mut self) -> Result<(), AuthorityError> {
         let Some(next) = self.signers.next.take() else {
-            return Err(AuthorityError::NotReady(format!("its phase is {}", self.phase())));
+            return Err(AuthorityError::NotReady(format!("the phase is {}", self.phase())));
         };
         self.signers.previous = Some(std::mem::replace(&mut self.signers.current, next));
         self.raise_version();
@@ -109,7 +109,7 @@ impl Authority {
     /// [`AuthorityError::NotReady`] names the certificates that are left.
     pub fn finish_roll_over(&mut self, force: bool, now: UnixTime) -> Result<(), AuthorityError> {
         if self.phase() != Phase::Reissuing {
-            return Err(AuthorityError::NotReady(format!("its phase is {}", self.phase())));
+            return Err(AuthorityError::NotReady(format!("the phase is {}", self.phase())));
         }
         let left: Vec<Role> = self.left_of_old(now).into_iter().map(|issued| issued.role).collect();
         if !left.is_empty() && !force {

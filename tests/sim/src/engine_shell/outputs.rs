@@ -296,7 +296,7 @@ impl Simulation {
             Some(link) => self.send(link, true, Message::Ask(number, Box::new(ask))),
             // It broke between its opening and its first use: the core has to learn that, or it would wait.
             None if number & ID_KIND == ID_REQUEST => {
-                self.apply(engine, Event::Lost { peer, reason: "it has no connection".to_owned() });
+                self.apply(engine, Event::Lost { peer, reason: "the replica has no connection".to_owned() });
             }
             None => {}
         }

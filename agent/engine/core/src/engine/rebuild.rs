@@ -60,7 +60,7 @@ impl EngineCore {
         } else if self.membership.in_view().has(peer) {
             Some("the view without it is not through yet".to_owned())
         } else if self.slots.active().any(|slot| slot.pending.has(peer)) {
-            Some("its last connections are not closed yet".to_owned())
+            Some("the last connections of the replica are not closed yet".to_owned())
         } else {
             None
         }
@@ -71,7 +71,7 @@ impl EngineCore {
         if self.membership.state(peer) == PeerState::Member {
             return;
         }
-        self.lose(peer, "it is given up".to_owned(), out);
+        self.lose(peer, "given up".to_owned(), out);
         self.absent.stop_counting(peer);
         self.restart_finish();
         self.wake.work();

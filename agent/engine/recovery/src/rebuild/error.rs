@@ -55,7 +55,7 @@ impl<E> RebuildError<E> {
 
 pub(super) fn describe<E: LinkError>(error: &RebuildError<E>) -> String {
     match error {
-        RebuildError::Ended => "it was given up".to_owned(),
+        RebuildError::Ended => "the rebuild was given up".to_owned(),
         RebuildError::NotYet(why) => (*why).to_owned(),
         RebuildError::Failed { doing, error } => format!("{doing}: {error}"),
         RebuildError::SourceFailed { source, doing, error } => format!("{source}: {doing}: {error}"),

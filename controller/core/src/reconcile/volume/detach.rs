@@ -190,7 +190,7 @@ impl Run<'_> {
         self.next.status.abandoned_attach = engine.spec.attach;
         self.set_settled(Finding::wrong(
             "Deleting",
-            "its engine is on a node that is given up, and is not waited for",
+            "the engine is on a node that is given up, and is not waited for",
         ));
     }
 

@@ -26,7 +26,7 @@ impl Run<'_> {
     pub(super) fn fence(&mut self, engine: &Engine, trouble: &str) {
         if self.stored.status.attach <= engine.spec.attach {
             self.draw_attach();
-            self.wait_for_fence(trouble, "its replicas are being fenced");
+            self.wait_for_fence(trouble, "the replicas are being fenced");
             return;
         }
         self.want_replicas(DesireState::Running);
@@ -47,7 +47,7 @@ impl Run<'_> {
                 self.next.status.fenced_attach = engine.spec.attach;
                 let message = format!("{trouble}; {} of its replicas refuse its engine now", reports.len());
                 self.decision.emit(self.key(), true, "EngineFenced", message);
-                self.wait_for_fence(trouble, "it is fenced");
+                self.wait_for_fence(trouble, "the engine is fenced");
             }
             Err(lacking) => {
                 self.send_fence();

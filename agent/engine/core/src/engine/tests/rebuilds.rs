@@ -349,7 +349,7 @@ fn a_replica_does_not_join_before_it_has_left() {
 #[test]
 fn a_rebuilding_replica_that_is_given_up_is_dropped() {
     let (mut bench, _) = rebuilding(&[1]);
-    assert_eq!(drops(&bench.apply(Event::Forget { peer: 2 })), [(2, "it is given up")]);
+    assert_eq!(drops(&bench.apply(Event::Forget { peer: 2 })), [(2, "given up")]);
     bench.close(2);
     assert_eq!(sent_to(&bench.submit(0, WRITE, REGION_BLOCKS), 0), [], "the copy still reads");
     assert_eq!(sent_to(&bench.reply(READER, COPY, Ok(())), 0), [0, 1]);
