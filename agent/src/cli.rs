@@ -365,7 +365,7 @@ pub struct InspectArgs {
     pub output: OutputFormat,
 }
 
-/// Output format.
+/// Formats for the output of commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum OutputFormat {
     /// For people

@@ -149,7 +149,7 @@ pub struct Config {
     pub metrics_listen: MetricsListen,
     /// The filter of the log.
     pub log: String,
-    /// The format of the log.
+    /// Text or JSON.
     pub log_format: LogFormat,
     /// The settings for all volumes.
     pub settings: Settings,

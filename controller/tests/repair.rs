@@ -10,7 +10,6 @@ use shorthorn_types::status::{EnginePhase, MemberMode};
 use support::cluster::{Cluster, LIMIT};
 use tokio::time::Instant;
 
-/// Returns the id of the replica of `volume` on `node`.
 fn replica_on<'a>(volume: &'a Value, node: &str) -> &'a str {
     let replicas = volume["replicas"].as_array().unwrap();
     let found = replicas.iter().find(|replica| replica["nodeID"] == node);

@@ -30,7 +30,7 @@ pub enum Transport {
     EncryptedTcp,
 }
 
-/// The options of a [`BareVolume`].
+/// Settings for a volume whose processes the test starts itself.
 #[derive(Clone, Debug)]
 pub struct BareVolumeOptions {
     /// The directory of its files.
@@ -155,7 +155,7 @@ impl BareVolume {
         self.options.dir.join(format!("replica{replica}.{extension}"))
     }
 
-    /// Returns the directory of a replica.
+    /// Returns the path of the files that the replica serves.
     #[must_use]
     pub fn directory(&self, replica: usize) -> PathBuf {
         self.options.disks[replica].join(format!("replica{replica}"))

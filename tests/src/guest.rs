@@ -69,7 +69,7 @@ pub struct GuestCounts {
 /// The duration of a request, without the time in which an earlier request to the same blocks was in flight.
 #[derive(Clone, Debug, Default)]
 pub struct Wait {
-    /// The duration.
+    /// From the submission, or the end of the request before it.
     pub time: Duration,
     /// The kind and the range of the request, for people.
     pub request: String,
@@ -101,7 +101,7 @@ pub trait VolumeClient: std::fmt::Debug {
     /// Requests without an answer, by their cookies.
     fn outstanding(&self) -> &BTreeMap<u64, NbdRequest>;
 
-    /// Returns the number of reconnections.
+    /// Returns how often the client had to connect again.
     fn reconnections(&self) -> u64;
 }
 

@@ -495,7 +495,7 @@ pub fn agent_url(dir: &Path, host: usize) -> String {
     format!("unix://{}", dir.join(name(host)).join("sock").display())
 }
 
-/// Returns the name of a host.
+/// Returns the node name that the agent of a host uses.
 #[must_use]
 pub fn name(host: usize) -> String {
     format!("n{host}")

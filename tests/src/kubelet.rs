@@ -50,7 +50,7 @@ impl Mounted {
 }
 
 impl<'a> Kubelet<'a> {
-    /// Returns the kubelet of `node`.
+    /// Makes the stand-in for the kubelet of `node`.
     #[must_use]
     pub fn of(api: &'a ApiServer, node: &'a ClusterNode) -> Kubelet<'a> {
         Kubelet { api, node }

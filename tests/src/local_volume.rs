@@ -27,7 +27,7 @@ pub struct LocalVolumeOptions {
     pub dir: PathBuf,
     /// The size as in the command line.
     pub size: String,
-    /// The number of replicas.
+    /// Passed as `--replicas`, from 1.
     pub replicas: u32,
     /// Additional flags.
     pub extra: Vec<String>,

@@ -123,7 +123,7 @@ impl NbdClient {
         self.size_bytes
     }
 
-    /// Returns the number of reconnections.
+    /// Returns how often the client had to connect again.
     #[must_use]
     pub fn reconnections(&self) -> u64 {
         self.reconnections

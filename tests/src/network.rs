@@ -158,7 +158,7 @@ fn processes_in(namespace: &str) -> Result<Vec<i32>> {
     Ok(ip(&["netns", "pids", namespace])?.lines().filter_map(|line| line.trim().parse().ok()).collect())
 }
 
-/// Returns the address of a host.
+/// Returns the IPv4 address that the other hosts use.
 #[must_use]
 pub fn address(host: usize) -> String {
     format!("10.77.0.{}", host + 1)

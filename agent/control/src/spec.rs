@@ -24,7 +24,7 @@ pub struct Unknown(BTreeMap<String, Value>);
 pub struct ReplicaSpec {
     /// The volume that it belongs to.
     pub volume: VolumeName,
-    /// The id of the replica.
+    /// Identity of the replica in views; the engine refuses a process with another one.
     pub replica: ReplicaId,
     /// The replica directory.
     pub directory: PathBuf,
@@ -81,7 +81,7 @@ pub struct EngineSpec {
     pub attach: u64,
     /// The addresses of the replicas.
     pub replicas: Vec<ReplicaEndpoint>,
-    /// The choice of the frontend.
+    /// The driver that makes the device, or automatic.
     pub frontend: FrontendChoice,
     /// Secret of the volume.
     pub secret: Secret,
@@ -89,7 +89,7 @@ pub struct EngineSpec {
     pub state_file: PathBuf,
     /// The path at which the process serves its status and commands.
     pub control_socket: PathBuf,
-    /// Path of the frontend `socket`.
+    /// Socket of the frontend `socket`; empty for other frontends.
     pub frontend_socket: PathBuf,
     /// Directory of the device nodes, /dev/longhorn.
     pub device_dir: PathBuf,
@@ -177,7 +177,7 @@ pub struct ReplicaEndpoint {
     pub local: bool,
 }
 
-/// The choice of a frontend.
+/// The frontend that the spec of an engine asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FrontendChoice {

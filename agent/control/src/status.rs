@@ -74,9 +74,9 @@ pub struct ScrubCommand {
 #[serde(tag = "kind", rename_all = "lowercase")]
 #[allow(clippy::large_enum_variant)] // a process has one of it
 pub enum Status {
-    /// The status of an engine.
+    /// Answer of an engine process.
     Engine(EngineStatus),
-    /// The status of a replica.
+    /// Answer of a replica process.
     Replica(ReplicaStatus),
 }
 

@@ -8,7 +8,7 @@ use shorthorn_types::VolumeName;
 /// PATH_MAX without the byte that ends it.
 const PATH_MAX_BYTES: usize = 4095;
 
-/// Returns the name of the volume.
+/// Parses the volume id of a CSI call, which is the name of the volume.
 pub(crate) fn volume(id: &str) -> Result<VolumeName, CsiError> {
     if id.is_empty() {
         return Err(CsiError::Invalid("volume_id is missing".into()));

@@ -11,7 +11,7 @@ const MOUNTS_MAX: usize = 1024;
 /// The parts of a uid in letters and digits, by their lengths.
 const UID_PARTS: [usize; 5] = [8, 4, 4, 4, 12];
 
-/// A dead mount.
+/// A mount in a pod whose device no longer exists.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeadMount {
     /// The volume whose device was mounted.

@@ -48,7 +48,7 @@ struct Asked {
     buffer_offset: u32,
 }
 
-/// The phase of a link.
+/// The progress of one connection from dialling to its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LinkPhase {
     /// The connection is in use.

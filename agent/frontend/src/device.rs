@@ -7,7 +7,7 @@ use shorthorn_types::VolumeName;
 use crate::QueueFrontend;
 use shorthorn_types::DeviceNumber;
 
-/// The kind of a frontend.
+/// The drivers that can make a device of a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FrontendKind {
@@ -140,7 +140,7 @@ pub enum FrontendError {
     /// This kernel cannot do it.
     #[error("{frontend} is not possible here: {reason}")]
     Unsupported {
-        /// The kind of the frontend.
+        /// The driver that was asked for.
         frontend: FrontendKind,
         /// The missing feature, and the remedy.
         reason: String,

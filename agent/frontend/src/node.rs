@@ -38,7 +38,7 @@ const SYSFS: &str = "/sys";
 /// A node in the directory of device nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceNode {
-    /// The name of the volume.
+    /// The volume in whose name the node was made.
     pub volume: VolumeName,
     /// The device of the node.
     pub device: DeviceNumber,

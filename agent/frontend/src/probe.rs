@@ -16,7 +16,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 /// The support of one frontend on this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FrontendReport {
-    /// The kind of the frontend.
+    /// The driver that was examined.
     pub kind: FrontendKind,
     /// True if it does.
     pub usable: bool,

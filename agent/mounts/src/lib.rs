@@ -17,7 +17,7 @@ const MOUNTINFO: &str = "/proc/self/mountinfo";
 /// A table that changes while it is read is read again, so many times.
 const READS_MAX: usize = 5;
 
-/// A mount.
+/// A line of `/proc/self/mountinfo`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
     /// Device of the file system.

@@ -94,7 +94,7 @@ pub enum ReplicaError {
     Sums {
         /// The image of the layer.
         image: String,
-        /// The number of the first piece.
+        /// Index of the first piece in the request, from 0.
         first_piece: u32,
         /// The number of them.
         count: usize,

@@ -42,7 +42,7 @@ pub struct PlannedDisk {
     pub device: PathBuf,
     /// The size in bytes.
     pub size_bytes: u64,
-    /// The serial number.
+    /// Serial number that the device reports; empty if it does not.
     #[serde(default)]
     pub serial: String,
     /// The world-wide name.

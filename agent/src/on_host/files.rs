@@ -56,7 +56,7 @@ const DIRECTORIES: [(&str, u32); 4] = [
     ("var/lib/longhorn", 0o700),
 ];
 
-/// The files of a host.
+/// The files that the agent's pod copies to its host.
 #[derive(Debug)]
 pub struct HostFiles<'a> {
     root: &'a Path,

@@ -10,7 +10,7 @@ use shorthorn_types::{ReplicaId, VolumeName};
 /// The announcement for the caller of `run`; additions only.
 #[derive(Debug, Serialize)]
 pub struct Ready {
-    /// Name of the volume.
+    /// The volume as the command line names it.
     pub name: VolumeName,
     /// The block device, `/dev/longhorn/<volume>`; null with the frontend `socket`.
     pub device: Option<PathBuf>,
@@ -44,7 +44,7 @@ pub struct Pids {
 /// A replica in the announcement.
 #[derive(Debug, Serialize)]
 pub struct ReadyReplica {
-    /// The id of the replica.
+    /// Identity in the views of the volume.
     pub id: ReplicaId,
     /// The directory of the replica.
     pub directory: PathBuf,

@@ -43,7 +43,7 @@ impl fmt::Display for Role {
 pub struct Process {
     /// The role of the process.
     pub role: Role,
-    /// The files of the process.
+    /// Paths of its spec, its pid file and its sockets.
     pub files: ProcessFiles,
     /// The last status since the last start.
     pub status: Option<Status>,

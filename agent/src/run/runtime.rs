@@ -42,12 +42,12 @@ pub struct ProcessFiles {
 }
 
 impl RuntimeDir {
-    /// Returns the files of the engine.
+    /// Returns the paths of the engine's spec, pid file and sockets.
     pub fn engine(&self) -> ProcessFiles {
         self.files("engine", "nbd")
     }
 
-    /// Returns the files of a replica.
+    /// Returns the paths of a replica's spec, pid file and sockets.
     pub fn replica(&self, replica: ReplicaId) -> ProcessFiles {
         self.files(&replica.to_string(), "data")
     }

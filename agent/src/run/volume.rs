@@ -15,7 +15,7 @@ use crate::run::RunError;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VolumeFile {
-    /// The name of the volume.
+    /// The volume for which the directory was made; another name is refused.
     pub name: VolumeName,
     /// The size of the volume in bytes.
     pub size_bytes: u64,

@@ -43,7 +43,7 @@ const SUM_MIB_PER_S_MAX: u32 = 65_536;
 /// The configuration of the agent; `packaging/agent.toml` explains every key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Name of the node.
+    /// Name of this node in the cluster; the host name unless the file has one.
     pub node_name: String,
     /// The zone, whose nodes may fail together; empty if unknown.
     pub zone: String,
@@ -90,7 +90,7 @@ pub struct Config {
     pub metrics_listen: MetricsListen,
     /// The filter of the log.
     pub log_level: String,
-    /// The format of the log.
+    /// Text or JSON, for this agent and the processes that it starts.
     pub log_format: LogFormat,
 }
 
@@ -101,7 +101,7 @@ pub enum KubeconfigChoice {
     Auto,
     /// None: this node enrols with a token.
     Off,
-    /// This file.
+    /// The kubeconfig at this path.
     File(PathBuf),
 }
 

@@ -35,7 +35,7 @@ use crate::serve::{longhorn, salvage};
 /// The number of events that wait in the connection of a watcher, besides those in the hub.
 const WATCH_QUEUE: usize = 16;
 
-/// The service.
+/// Serves the node API for the controller.
 #[derive(Clone)]
 pub struct NodeService {
     /// The configuration of the node.

@@ -41,7 +41,7 @@ const RESTORED: &str = "restored";
 const GONE: &str = ".gone";
 /// The longest record that a caller may have kept.
 const RECORD_MAX_BYTES: usize = 64 << 10;
-/// The limits of the trash.
+/// The time and the space after which deleted directories are removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrashLimits {
     /// The retention; zero keeps nothing.
@@ -82,7 +82,7 @@ struct Entry {
     folder: PathBuf,
     id: InstanceId,
     deleted_ms: u64,
-    /// The path of the directory.
+    /// The path below the folder of the trash.
     directory: PathBuf,
     /// True if the directory is in its former place.
     is_restored: bool,

@@ -29,7 +29,7 @@ pub struct CopyState {
 /// Asks where a layer has data, a page at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExtentsQuery {
-    /// Number of the layer.
+    /// Index in the chain, from 0 for the oldest layer.
     pub layer: u32,
     /// The first byte.
     pub from_bytes: u64,

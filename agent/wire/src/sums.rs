@@ -20,7 +20,7 @@ pub const PATCH_BYTES_MAX: u32 = MAX_IO_BYTES / 2;
 pub struct SummedRun {
     /// The first block, counted from the start of the piece.
     pub first_block: u32,
-    /// The number of blocks.
+    /// Length of the run in blocks of 4096 bytes.
     pub blocks: u32,
     /// CRC-32C of their data.
     pub crc32c: u32,
@@ -72,7 +72,7 @@ pub struct KeepSums {
     pub is_first: bool,
     /// True if this is all.
     pub is_last: bool,
-    /// The number of the first piece.
+    /// Index of the piece of the first sum, from 0.
     pub first_piece: u32,
     /// The sums of this piece and of those behind it, at most [`KeepSums::SUMS_MAX`]; 0 if a sum is not
     /// known.

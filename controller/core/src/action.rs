@@ -61,7 +61,7 @@ pub enum AgentCall {
     FenceReplica {
         /// The volume of the replica.
         volume: VolumeName,
-        /// The id of the replica.
+        /// Identity of the replica in the views of the volume.
         replica_id: ReplicaId,
         /// The oldest attachment that may use it. Stored before.
         attach: u64,
@@ -83,7 +83,7 @@ pub enum AgentCall {
         disk_uuid: String,
         /// The volume of the replica.
         volume: VolumeName,
-        /// The id of the replica.
+        /// Identity of the replica in the views of the volume.
         replica_id: ReplicaId,
         /// The number that was drawn for it.
         attach: u64,
@@ -104,7 +104,7 @@ pub enum AgentCall {
         disk_uuid: String,
         /// The volume of the deleted replica.
         volume: VolumeName,
-        /// The id of the replica.
+        /// Identity of the replica in the views of the volume.
         replica_id: ReplicaId,
         /// Kept with it in the trash.
         record: String,
@@ -116,7 +116,7 @@ pub enum AgentCall {
 pub struct StartReplica {
     /// The volume of the replica.
     pub volume: VolumeName,
-    /// The id of the replica.
+    /// Identity of the replica in the views of the volume.
     pub replica_id: ReplicaId,
     /// The disk that its directory is on.
     pub disk_path: String,

@@ -202,7 +202,7 @@ pub enum AgentLink {
 pub struct DeadMount {
     /// The volume, as its driver calls it.
     pub volume: String,
-    /// The uid of the pod.
+    /// The uid of the pod in Kubernetes, from the path of the mount.
     pub pod_uid: String,
 }
 
@@ -239,13 +239,13 @@ pub struct InstanceKey {
 }
 
 impl InstanceKey {
-    /// Returns the engine of `volume`.
+    /// Makes the key of the volume's only engine on a node.
     #[must_use]
     pub fn engine(volume: &VolumeName) -> InstanceKey {
         InstanceKey { kind: InstanceKind::Engine, name: volume.to_string() }
     }
 
-    /// Returns a replica of `volume`.
+    /// Makes the key of a replica process of the volume.
     #[must_use]
     pub fn replica(volume: &VolumeName, id: ReplicaId) -> InstanceKey {
         InstanceKey { kind: InstanceKind::Replica, name: ReplicaSpec::instance_name(volume, id) }

@@ -19,7 +19,7 @@ pub struct Directory {
     pub disk_uuid: String,
     /// The volume of the data.
     pub volume: VolumeName,
-    /// The id of the replica.
+    /// Identity in the name of the directory.
     pub replica_id: ReplicaId,
 }
 

@@ -16,7 +16,7 @@ pub const NAMES_MAX: usize = 5;
 pub struct Overview {
     /// The numbers of volumes by their state.
     pub volumes: Volumes,
-    /// The number of nodes.
+    /// Count of Node objects, reachable or not.
     pub nodes: u32,
     /// The number of nodes that answer.
     pub ready_nodes: u32,

@@ -17,7 +17,7 @@ use crate::{ClusterState, NodeName};
 /// A replica that would be better elsewhere.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Move {
-    /// The name of the replica.
+    /// Name of its Replica object.
     pub replica: String,
     /// The volume of the replica.
     pub volume: String,

@@ -29,7 +29,7 @@ use crate::{ClusterState, NodeName, Timestamp, drain, left_out};
 /// A volume that holds a restart up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hold {
-    /// The name of the volume.
+    /// The volume that needs the node.
     pub volume: String,
     /// True if only its engine there is in the way: Kubernetes moves it with the pods that it drains.
     pub is_engine: bool,

@@ -24,7 +24,7 @@ pub struct Inspection {
 /// The consequences for the volume with one replica as the only one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Choice {
-    /// The id of the replica.
+    /// The replica that would be the only one.
     pub replica: ReplicaId,
     /// True if it can be chosen at all.
     pub possible: bool,

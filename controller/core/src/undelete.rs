@@ -132,7 +132,7 @@ pub struct Trashed {
     pub disk_uuid: String,
     /// The volume of the data.
     pub volume: VolumeName,
-    /// The id of the replica.
+    /// Identity in the name of the directory.
     pub replica_id: ReplicaId,
     /// The time of the deletion, in milliseconds since 1970, by the clock of its node.
     pub deleted_ms: u64,

@@ -232,7 +232,7 @@ pub struct CanRebootArgs {
     pub timeout: Duration,
 }
 
-/// Address of an agent.
+/// URL of an agent, whose scheme decides about TLS.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AgentAddress(pub ServerUrl);
 

@@ -148,7 +148,6 @@ pub(super) async fn wait(
 /// The place that is drained.
 #[derive(Clone, Debug)]
 pub(super) struct Drained {
-    /// The node.
     pub(super) node: String,
     /// The path of the disk; none for the whole node.
     pub(super) disk: Option<String>,

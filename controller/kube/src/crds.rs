@@ -76,7 +76,7 @@ pub fn definition(kind: Kind, rules: Rules) -> Value {
     })
 }
 
-/// Returns the name of the definition of a kind.
+/// Returns PLURAL.GROUP, the name of the CustomResourceDefinition of a kind.
 #[must_use]
 pub fn definition_name(kind: Kind) -> String {
     format!("{}.{GROUP}", plural(kind))

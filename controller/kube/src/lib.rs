@@ -51,7 +51,7 @@ pub fn plural(kind: Kind) -> String {
     format!("{}s", kind.as_str())
 }
 
-/// Returns the resource of a kind.
+/// Describes a kind for requests of the dynamic client.
 #[must_use]
 pub fn resource(kind: Kind) -> ApiResource {
     ApiResource {

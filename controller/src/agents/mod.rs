@@ -46,7 +46,6 @@ const STOP_LIMIT: Duration = Duration::from_secs(90);
 /// The connection to an agent. Each call over it says which cluster it is for, and of which leader.
 pub(crate) type AgentChannel = InterceptedService<Channel, OfCluster>;
 
-/// A client of an agent.
 type Client = NodeClient<AgentChannel>;
 
 /// The reason why a call to an agent failed.

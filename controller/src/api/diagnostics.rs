@@ -15,7 +15,7 @@ const PART_MAX_BYTES: usize = 1 << 20;
 /// The sources of the diagnostics.
 #[derive(Clone, Debug)]
 pub struct Diagnostics {
-    /// The source of the metrics.
+    /// Metrics of the whole process.
     pub source: Arc<ControllerMetrics>,
     /// The configuration of the controller, for people.
     pub configuration: String,

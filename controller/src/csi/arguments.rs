@@ -77,7 +77,7 @@ pub(super) fn parameters(
 pub(super) struct Segment {
     /// The one node.
     pub(super) node: Option<String>,
-    /// The zone.
+    /// Zone in the topology of a call; absent if the topology has only a node.
     pub(super) zone: Option<String>,
 }
 

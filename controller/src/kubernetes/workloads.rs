@@ -24,7 +24,7 @@ pub struct Workload {
     pub kind: String,
     /// The name of the workload.
     pub name: String,
-    /// The name of the pod.
+    /// Name of the pod in its namespace.
     pub pod: String,
     /// Pending, Running, Succeeded, Failed.
     pub phase: String,
@@ -40,7 +40,7 @@ pub trait Workloads: Send + Sync {
     async fn of(&self, claims: &BTreeSet<String>) -> Result<BTreeMap<String, Vec<Workload>>, String>;
 }
 
-/// The workloads of a cluster.
+/// Reads pods and their owners from the API server.
 #[derive(Clone)]
 pub struct ClusterWorkloads(Client);
 

@@ -228,7 +228,7 @@ impl FakeAgent {
         self.send(Type::Set, changed);
     }
 
-    /// Returns the status of the engine of `volume`.
+    /// Returns the engine status with which the fake agent answers.
     pub fn engine_says(&self, volume: &str) -> v1::EngineStatus {
         let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
         let state = self.state();

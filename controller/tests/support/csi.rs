@@ -29,7 +29,7 @@ fn outcome<T>(answer: Result<tonic::Response<T>, Status>) -> Outcome<T> {
     answer.map(tonic::Response::into_inner).map_err(|status| (status.code(), status.message().to_owned()))
 }
 
-/// Returns the code of an outcome.
+/// Returns the gRPC status code; OK for an answer.
 pub fn code<T>(outcome: &Outcome<T>) -> Code {
     outcome.as_ref().err().map_or(Code::Ok, |(code, _)| *code)
 }

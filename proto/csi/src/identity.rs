@@ -12,7 +12,7 @@ use tonic::{Request, Response, Status};
 /// passes.
 pub const NOT_READY: &str = "this controller stands by and does not lead; retry once Probe reports ready";
 
-/// The Identity service.
+/// Serves the CSI calls that controller and node have in common.
 #[derive(Clone, Debug)]
 pub struct IdentityService {
     name: String,

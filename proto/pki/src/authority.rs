@@ -172,7 +172,7 @@ impl Authority {
         serde_json::to_vec(self).map_err(|error| AuthorityError::Stored(error.to_string()))
     }
 
-    /// The cluster.
+    /// Returns the identity of the cluster, which every certificate names.
     #[must_use]
     pub fn cluster(&self) -> &ClusterId {
         &self.cluster

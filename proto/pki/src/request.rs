@@ -106,7 +106,7 @@ impl CertificateRequest {
         }
     }
 
-    /// The common name.
+    /// Returns the common name in the subject, which the requester chose.
     #[must_use]
     pub fn common_name(&self) -> &str {
         &self.common_name

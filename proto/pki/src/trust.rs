@@ -166,7 +166,7 @@ impl Trust {
         Ok(Trust { cluster, version, authorities, anchors, revoked })
     }
 
-    /// The cluster.
+    /// Returns the identity of the cluster, which every certificate must name.
     #[must_use]
     pub fn cluster(&self) -> &ClusterId {
         &self.cluster

@@ -16,7 +16,7 @@ pub use enums::{
     Robustness, VolumeState,
 };
 
-/// The phase of an engine.
+/// The progress of an engine from its start to its service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EnginePhase {
@@ -205,7 +205,7 @@ pub struct EngineStatus {
     /// The process; none in the status that an agent reports, which has it beside.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
-    /// The phase of the engine.
+    /// The progress of the process; a new phase is reported at once.
     pub phase: EnginePhase,
     /// The reason for people; empty if all is well.
     pub message: String,
@@ -325,7 +325,7 @@ impl EngineStatus {
 /// State of one replica as its engine sees it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemberStatus {
-    /// The id of the replica.
+    /// Identity of the replica in views.
     pub replica: ReplicaId,
     /// The address in use, or the first one.
     pub address: String,
@@ -385,7 +385,7 @@ pub enum ReplicaPhase {
 pub struct ReplicaStatus {
     /// The name of its volume.
     pub volume: VolumeName,
-    /// The id of the replica.
+    /// Identity of the replica in views.
     pub replica: ReplicaId,
     /// The process.
     pub pid: u32,

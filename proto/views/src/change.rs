@@ -9,7 +9,7 @@ use crate::quorum::{Quorum, quorum};
 pub struct ViewChange {
     /// The honoured report in the proposal: the views of which it needs a quorum each.
     pub honoured: ReplicaReport,
-    /// The view.
+    /// The view to propose and commit.
     pub target: View,
     stored: Members,
     granted: bool,

@@ -8,7 +8,7 @@ use crate::start::{Basis, CannotStart, basis, basis_without, forgets, knows_no_e
 /// The statements of one fenced replica about itself.
 #[derive(Clone, Debug)]
 pub struct FencedReplica {
-    /// The id of the replica.
+    /// The identity that it stated.
     pub replica: ReplicaId,
     /// The views that it has stored.
     pub report: ReplicaReport,
@@ -29,7 +29,7 @@ const ROLLED_BACK: &str = "the replica lacks later writes: its disk was restored
 const BROKEN: &str = "the replica lacks data although it is in the view: its rebuild did not finish. It has \
     to be rebuilt again";
 
-/// The plan of a start.
+/// The result of a decision about which replicas a volume can start with.
 #[derive(Clone, Debug)]
 pub struct StartPlan {
     /// The views to honour.

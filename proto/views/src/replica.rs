@@ -43,7 +43,7 @@ pub enum Refused {
     /// The proposed view differs from the committed one and is not newer.
     #[error("view {proposed} is not newer than view {committed}, which is committed")]
     NotNewer {
-        /// The proposed view.
+        /// The view in the request.
         proposed: ViewId,
         /// The view that the replica, or the engine itself, knows as committed.
         committed: ViewId,

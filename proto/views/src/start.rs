@@ -4,7 +4,7 @@ use thiserror::Error;
 use crate::quorum::{Quorum, quorum};
 use crate::replica::{newer, stands_for};
 
-/// The report of a replica.
+/// A replica with the statements about its views.
 type Reported = (ReplicaId, ReplicaReport);
 
 /// The basis of a starting engine. A quorum of each of its views has to be reached, and has to store the

@@ -83,6 +83,8 @@ const AVOIDED_IN_TEXTS: [&str; 8] = [
 /// Words that a reason must not start with: it follows a name in most messages, and stands alone in some.
 const LITERAL_OPENERS: [&str; 4] = ["it", "its", "one", "that"];
 const SENTENCE_WORDS_MAX: usize = 25;
+/// Words that say nothing beside the words of an item.
+const FILLING: [&str; 8] = ["id", "name", "number", "of", "return", "returns", "these", "this"];
 const LINE_CHARS_MAX: usize = 110;
 const FILE_LINES_MAX: usize = 600;
 const FUNCTION_LINES_MAX: usize = 60;
@@ -159,20 +161,31 @@ fn words(text: &str) -> Vec<String> {
     words.filter(|word| !["the", "a", "an"].contains(&word.as_str())).collect()
 }
 
-/// Returns doc comments of one line that have no other word than the name of the item below them.
+/// Returns the first line after index `at` that does not belong to an attribute.
+fn item_below(source: &Source, at: usize) -> Option<&str> {
+    let mut is_attribute = false;
+    source.lines[at + 1..].iter().map(|line| line.trim_start()).find(|line| {
+        let is_part = is_attribute || line.starts_with("#[");
+        is_attribute = is_part && !line.ends_with(']');
+        !is_part
+    })
+}
+
+/// Returns doc comments of one line that have no other word than those of the item below them and its type.
 fn fillers(source: &Source) -> Vec<String> {
     let mut found = Vec::new();
-    for (at, pair) in source.lines.windows(2).enumerate() {
-        let Some(text) = pair[0].trim_start().strip_prefix("/// ") else { continue };
+    for (at, line) in source.lines.iter().enumerate() {
+        let Some(text) = line.trim_start().strip_prefix("/// ") else { continue };
         let is_alone = at == 0 || doc_marker(&source.lines[at - 1]).is_none();
-        let item = pair[1].trim_start();
-        let is_name = |word: &&str| !["pub", "struct", "enum", "type", "const", "mod"].contains(word);
-        let name = item.split(|c: char| !c.is_alphanumeric() && c != '_').find(|word| is_name(word));
-        let name = words(name.unwrap_or_default());
+        let Some(item) = item_below(source, at) else { continue };
+        if !is_alone || !text.ends_with('.') || item.starts_with("///") {
+            continue;
+        }
         let said = words(text);
-        if is_alone && text.ends_with('.') && !said.is_empty() && said.iter().all(|word| name.contains(word))
-        {
-            found.push(source.at(at, text));
+        let known = words(item);
+        let is_known = |word: &String| FILLING.contains(&word.as_str()) || known.contains(word);
+        if !said.is_empty() && said.iter().all(is_known) {
+            found.push(source.at(at, &format!("{text} ({item})")));
         }
     }
     found
@@ -497,11 +510,15 @@ fn only_the_first_line_of_a_proto_comment_counts() {
 
 #[test]
 fn a_doc_comment_of_the_words_of_its_name_is_a_filler() {
-    let text = "/// The view.\npub view: View,\n/// The id of the view.\nview: View,\n\
+    let text = "/// The view.\npub view: View,\n/// The sender of the view.\nview: View,\n\
                 /// A rebuild\n/// The slot.\nslot: u8,\n\
-                /// The open slot.\nenum OpenSlot {}\n/// The volume.\n#[must_use]\n";
+                /// The open slot.\nenum OpenSlot {}\n\
+                /// Returns the id of this volume.\n#[must_use]\n#[expect(\n    a\n)]\n\
+                fn identity(&self) -> VolumeId {}\n/// The volume.\n#[test]\n";
     let found = fillers(&Source::new("a.rs", text));
-    assert_eq!(found, ["a.rs:1: The view.", "a.rs:8: The open slot."]);
+    let said = ["a.rs:1: The view.", "a.rs:8: The open slot.", "a.rs:10: Returns the id of this volume."];
+    assert!(found.iter().zip(said).all(|(found, said)| found.starts_with(said)), "{found:?}");
+    assert_eq!(found.len(), said.len(), "{found:?}");
 }
 
 #[test]

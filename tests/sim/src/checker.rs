@@ -97,7 +97,7 @@ impl Checker {
         self.is_ambiguous.resize(sectors, false);
     }
 
-    /// Returns the number of sectors.
+    /// Returns the size of the checked volume in sectors.
     pub fn sectors(&self) -> usize {
         self.sectors.len()
     }

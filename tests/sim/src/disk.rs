@@ -16,7 +16,7 @@ pub const BLOCK_SECTORS: usize = (BLOCK_BYTES / SECTOR_BYTES) as usize;
 /// A block: for each sector the write that it shows.
 pub type Block = [Id; BLOCK_SECTORS];
 
-/// A sparse file.
+/// Sectors of a file; holes have no entry.
 #[derive(Clone, Debug, Default)]
 pub struct SparseFile {
     /// The content as the process reads it.
@@ -469,7 +469,7 @@ impl Files {
         self.rot.retain(|_, rotten| rotten.is_below);
     }
 
-    /// Returns the file of an index.
+    /// Returns the head or the snapshot.
     pub fn file(&self, index: FileIndex) -> &SparseFile {
         if index.slot() == usize::from(Files::HEAD) { &self.head } else { &self.snapshot }
     }

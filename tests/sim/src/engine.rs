@@ -150,7 +150,7 @@ impl EngineProc {
         }
     }
 
-    /// Returns the buffer of a slot.
+    /// Returns the data of the request in this slot, one write id per sector.
     pub fn buffer(&mut self, id: SlotId) -> &mut Vec<Id> {
         match id.slot.checked_sub(DEPTH) {
             Some(copy) => &mut self.copies[usize::from(copy)],
@@ -216,7 +216,7 @@ impl EngineProc {
     }
 }
 
-/// Returns the index of a peer.
+/// Converts an index of simulated replicas to that of the core.
 pub fn index(peer: usize) -> PeerIndex {
     u8::try_from(peer).unwrap_or(u8::MAX)
 }

@@ -295,7 +295,7 @@ impl Simulation {
         }
     }
 
-    /// Returns the clock of an engine.
+    /// Returns the time of the clock of the engine's host.
     pub fn clock_ms(&self, engine: u64) -> u64 {
         let host = self.engines.get(&engine).map_or(0, |process| process.host);
         self.now / 1000 + self.hosts[host].clock_ms

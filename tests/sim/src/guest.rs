@@ -56,7 +56,7 @@ impl Guest {
     }
 }
 
-/// Returns the sectors of a range.
+/// Converts bytes to indexes of sectors.
 pub fn sectors(range: ByteRange) -> std::ops::Range<usize> {
     let sector = |bytes: u64| usize::try_from(bytes / 512).unwrap_or(usize::MAX);
     sector(range.offset())..sector(range.end())

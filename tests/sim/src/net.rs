@@ -41,7 +41,7 @@ pub enum Ask {
     Write(ByteRange, Rc<[Id]>, bool),
     /// Make durable.
     Flush,
-    /// A discard of the range.
+    /// Makes the range zeroes and frees its space.
     Discard(ByteRange),
     /// Zeroes, and whether they have to be durable.
     WriteZeroes(ByteRange, bool),

@@ -55,7 +55,7 @@ pub enum Occurrence {
 /// A repair of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mend {
-    /// This cut.
+    /// Ends the network cut with this number.
     Cut(u64),
     /// Both ends of this connection find out that it is over.
     HalfOpen(ConnId),

@@ -57,7 +57,7 @@ pub struct Strike {
     /// The seed of the other choices: lost blocks, durations.
     #[serde(default)]
     pub salt: u64,
-    /// The fault.
+    /// Kind and victim.
     #[serde(flatten)]
     pub fault: Fault,
 }
@@ -126,7 +126,7 @@ const WEIGHTS: [(Kind, u32); 40] = [
 ];
 
 impl Script {
-    /// Returns the script of `seed`.
+    /// Derives options and faults from `seed`, always the same ones.
     #[must_use]
     pub fn of(seed: u64) -> Script {
         // The seed itself is for the delays.

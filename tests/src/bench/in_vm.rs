@@ -21,7 +21,7 @@ pub struct VmFigure {
     pub frontend: &'static str,
     /// The number of replicas of the volume.
     pub replicas: u32,
-    /// The name of the workload.
+    /// Name of the fio job.
     pub workload: &'static str,
     /// In virtual time.
     pub requests_per_s: f64,

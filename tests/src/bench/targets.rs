@@ -23,7 +23,7 @@ pub enum TargetKind {
     /// Measures fio on as many files as replicas: the limits of the disk and the file system. Writes are sent
     /// to all files at once, one request each, and count once; reads use one file.
     Files {
-        /// The number of files.
+        /// A file for each replica of the compared volume.
         files: u32,
     },
     /// qemu-nbd on one file: one hop over NBD, no replication.

@@ -26,7 +26,7 @@ struct Arguments {
     /// Seed of the faults and their order; drawn and printed by default.
     #[arg(long)]
     seed: Option<u64>,
-    /// Number of faults.
+    /// Number of faults to inject in the whole run.
     #[arg(long, default_value_t = 1000)]
     faults: usize,
     /// No fault begins after so many seconds.

@@ -64,7 +64,7 @@ pub struct Hit {
     pub replica: usize,
     /// The time after the beginning of the previous hit, or after its end if the kind is the same.
     pub after: Duration,
-    /// The duration.
+    /// Time between the fault and its repair.
     pub hold: Duration,
     /// A choice that depends on the kind.
     pub choice: u64,

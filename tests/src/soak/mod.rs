@@ -42,7 +42,7 @@ pub struct Options {
     pub faults: usize,
     /// No fault begins later than that.
     pub time: Option<Duration>,
-    /// The number of volumes.
+    /// Volumes that are under load at the same time.
     pub volumes: usize,
     /// Only this one of them runs.
     pub only: Option<usize>,

@@ -197,7 +197,7 @@ impl Report {
         self.reconnections += other.reconnections;
     }
 
-    /// Returns the number of faults.
+    /// Counts the faults of all episodes.
     #[must_use]
     pub fn faults(&self) -> usize {
         self.rows.values().map(|figures| figures.faults).sum()

@@ -288,7 +288,7 @@ impl Running {
         }
     }
 
-    /// Returns the output so far.
+    /// Copies the output that has arrived until now, without waiting.
     pub fn output_so_far(&self) -> Output {
         self.collected.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

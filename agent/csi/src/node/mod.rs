@@ -46,7 +46,7 @@ pub struct NodeOptions {
     pub roots: Vec<PathBuf>,
 }
 
-/// The service.
+/// Serves the calls of kubelet to the CSI Node service.
 #[derive(Clone)]
 pub struct NodeService {
     volumes: Arc<dyn Volumes>,

@@ -6,7 +6,7 @@ use crate::membership::{PeerIndex, PeerMask};
 use crate::request::Operation;
 use crate::slot::SlotId;
 
-/// The reason of a copy.
+/// The event that made the core copy a range to some members.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CopyReason {
     /// Resyncs a region in which the members may differ. Requests for the region wait meanwhile.

@@ -11,7 +11,7 @@ use crate::slot::SlotId;
 /// The configuration from which an engine core is made.
 #[derive(Clone, Debug)]
 pub struct CoreConfig {
-    /// The number of queues.
+    /// Hardware queues of the device, and connections to each replica, from 1.
     pub queues: u16,
     /// The number of slots of each queue.
     pub depth: u16,
@@ -139,7 +139,7 @@ pub enum Event {
     },
     /// The arbiter has granted a view.
     Granted {
-        /// The id of the view.
+        /// The view of [`Output::AskGrant`].
         view: ViewId,
     },
     /// A replica outside the view was found: the core counts the regions that it misses from now on. Its
@@ -173,7 +173,7 @@ pub enum Event {
     Marked {
         /// The index of the replica.
         peer: PeerIndex,
-        /// The number of the mark.
+        /// The number in the [`Output::Mark`] that this answers.
         mark: u32,
     },
     /// A successful answer, like [`Event::Reply`], to the read of a copy slot, with the results of examining

@@ -58,7 +58,7 @@ impl PeerMask {
 /// A replica that the engine was given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerConfig {
-    /// The id of the replica.
+    /// Identity in views; it does not change with the address.
     pub replica: ReplicaId,
     /// True if it is on this host: reads go there first.
     pub local: bool,
@@ -182,7 +182,7 @@ impl Membership {
         Some(peer.losses)
     }
 
-    /// Returns the id of replica number `peer`.
+    /// Returns the identity in views of the peer; none for an unused index.
     #[must_use]
     pub fn replica(&self, peer: PeerIndex) -> Option<ReplicaId> {
         self.peers.get(usize::from(peer)).map(|peer| peer.config.replica)

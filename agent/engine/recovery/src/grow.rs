@@ -9,7 +9,7 @@ use crate::serving::{Address, ServingEngine};
 /// A replica has not grown.
 #[derive(Debug)]
 pub struct NotGrown<E> {
-    /// The id of the replica.
+    /// The replica that keeps its old size.
     pub replica: ReplicaId,
     /// The error of the replica.
     pub error: E,

@@ -39,7 +39,7 @@ pub struct Volume {
 /// A replica that answers, fenced.
 #[derive(Debug)]
 pub struct Reached<L> {
-    /// The id of the replica.
+    /// The identity that it stated in its welcome.
     pub replica: ReplicaId,
     /// The connection of queue 0.
     pub link: L,

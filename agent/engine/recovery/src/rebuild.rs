@@ -35,7 +35,7 @@ pub trait ReplicaRebuild {
     /// The engine that it belongs to.
     type Engine: ServingEngine;
 
-    /// Returns the engine.
+    /// Returns the engine whose replica is rebuilt.
     fn engine(&self) -> &Self::Engine;
 
     /// Returns the number of its replica.

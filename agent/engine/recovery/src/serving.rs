@@ -9,7 +9,7 @@ use crate::link::{Link, LinkError};
 /// The knowledge of one replica that is kept beside the core.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KnownPeer {
-    /// The id of the replica.
+    /// Identity in views.
     pub replica: ReplicaId,
     /// True if it is on the host of the engine.
     pub is_local: bool,
@@ -25,7 +25,7 @@ pub struct KnownPeer {
 pub struct Address {
     /// The index of the replica in the engine.
     pub peer: PeerIndex,
-    /// The id of the replica.
+    /// The identity in views at the time of the message.
     pub replica: ReplicaId,
 }
 

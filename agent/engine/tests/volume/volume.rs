@@ -307,7 +307,7 @@ impl Volume {
         self.request(&ProcessCommand::Expand { size_bytes });
     }
 
-    /// Returns the log of a replica.
+    /// Reads the log file of the last process of the replica.
     pub fn log_of_replica(&self, number: usize) -> String {
         fs::read_to_string(self.file(&format!("replica{number}.json.log"))).unwrap_or_default()
     }

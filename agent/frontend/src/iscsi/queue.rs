@@ -51,7 +51,7 @@ enum PendingKind {
     Write,
 }
 
-/// The queue.
+/// A queue whose requests tgtd sends over FUSE.
 #[derive(Debug)]
 pub(super) struct FuseQueue {
     channel: Channel,

@@ -22,7 +22,7 @@ pub enum IscsidState {
     Dead,
 }
 
-/// Returns the state of iscsid.
+/// Looks for iscsid among the processes, and for the socket by which systemd starts it.
 #[must_use]
 pub fn iscsid() -> IscsidState {
     iscsid_in(Path::new("/proc"))

@@ -49,7 +49,7 @@ pub(crate) enum CommandKind {
     Unknown(u16),
 }
 
-/// The header of a request.
+/// The first 28 bytes of a request of an NBD client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RequestHeader {
     pub(crate) flags: u16,

@@ -72,7 +72,7 @@ impl BlockMap {
         map
     }
 
-    /// Returns the head.
+    /// Returns the index of the file that receives all writes.
     #[must_use]
     pub fn head(&self) -> FileIndex {
         self.chain[0]

@@ -13,7 +13,7 @@ use crate::check::{with_check, without_check};
 use crate::error::ChainError;
 use crate::names::VOLUME_META;
 
-/// `volume.meta`.
+/// The content of `volume.meta`, with the keys of Longhorn.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "PascalCase", default)]
 pub struct VolumeMeta {

@@ -18,7 +18,7 @@ pub struct ImageFacts {
 /// The document of an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MetaFacts {
-    /// The inode number.
+    /// Inode of the document; another one means that the file was replaced.
     pub inode: u64,
     /// The content of the file.
     pub bytes: Vec<u8>,

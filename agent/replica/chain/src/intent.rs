@@ -16,7 +16,7 @@ use crate::names::INTENT_FILE;
 pub struct FileRef {
     /// The name of the file.
     pub name: String,
-    /// The inode number.
+    /// Inode of the file when the operation began.
     pub inode: u64,
 }
 

@@ -84,7 +84,7 @@ impl Layout {
         &self.chain
     }
 
-    /// Returns the head.
+    /// Returns the image that receives all writes, the last of the chain.
     #[must_use]
     pub fn head(&self) -> &ImageName {
         &self.chain[0]

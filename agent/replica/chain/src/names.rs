@@ -52,7 +52,7 @@ impl ImageName {
         ImageName(format!("{HEAD_PREFIX}{number:03}{IMAGE_SUFFIX}"))
     }
 
-    /// Returns the image of a snapshot.
+    /// Returns `volume-snap-NAME.img`.
     #[must_use]
     pub fn snapshot(name: &SnapshotName) -> ImageName {
         ImageName(format!("{SNAPSHOT_PREFIX}{}{IMAGE_SUFFIX}", name.as_str()))
@@ -145,7 +145,7 @@ impl SnapshotName {
         Ok(SnapshotName(name.to_owned()))
     }
 
-    /// Returns the name.
+    /// Returns the name without the prefix and the suffix of its image.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0

@@ -45,7 +45,7 @@ pub enum FoldPlan {
 /// A snapshot to take.
 #[derive(Clone, Debug)]
 pub struct NewSnapshot {
-    /// The name of the snapshot.
+    /// Name for the layer that is the head now.
     pub name: SnapshotName,
     /// True if a user wants it, rather than the system.
     pub user_created: bool,

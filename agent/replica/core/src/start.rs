@@ -10,7 +10,7 @@ use crate::steps::{Disk, DurableStep, Fault, is_final};
 /// The files that a replica finds on its disk.
 #[derive(Clone, Debug)]
 pub struct StoredFiles {
-    /// The id of the replica.
+    /// The identity in the spec, which the files must confirm.
     pub me: ReplicaId,
     /// The stored views.
     pub views: ReplicaViews,
@@ -49,7 +49,7 @@ pub enum SumsFound {
 /// The result of starting from the found files.
 #[derive(Debug)]
 pub struct Started {
-    /// The state of the replica.
+    /// The views and sets with which the replica serves.
     pub state: ReplicaState,
     /// The sets that count as full in part, or do not count, and the reasons.
     pub damages: Vec<(SetKey, Vec<PageDamage>)>,

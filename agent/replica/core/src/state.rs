@@ -31,13 +31,13 @@ pub struct ReplicaState {
 }
 
 impl ReplicaState {
-    /// Returns the id of this replica.
+    /// Returns the identity of this replica in views.
     #[must_use]
     pub fn me(&self) -> ReplicaId {
         self.me
     }
 
-    /// Returns the views.
+    /// Returns the committed and the proposed view, as stored.
     #[must_use]
     pub fn views(&self) -> &ReplicaViews {
         &self.views

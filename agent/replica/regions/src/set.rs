@@ -299,7 +299,7 @@ impl PagedSet {
         words(run, self.regions.count()).all(|(page, word, mask)| self.pages[page].wanted[word] & mask != 0)
     }
 
-    /// Returns the set.
+    /// Returns all regions that the pages hold.
     pub fn content(&self) -> RegionSet {
         let mut content = RegionSet::empty(self.regions.count());
         for (number, page) in (0u32..).zip(&self.pages) {

@@ -56,7 +56,7 @@ impl Loaded {
         Ok(Loaded { state, marks, block_sums })
     }
 
-    /// Returns the state.
+    /// Returns the state with which the replica can serve.
     pub fn state(&self) -> &ReplicaState {
         &self.state
     }

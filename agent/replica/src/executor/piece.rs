@@ -9,7 +9,7 @@ use crate::limits::{BLOCK_BYTES_USIZE, EDGE_BLOCKS, SLOT_BYTES};
 pub(super) struct Piece {
     /// The first block, counted from the start of the buffer.
     pub first: u16,
-    /// The number of blocks.
+    /// Length of the run in blocks of 4096 bytes, at least 1.
     pub blocks: u16,
     /// The index of the image file in the store.
     pub file: FileIndex,

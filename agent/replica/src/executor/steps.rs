@@ -27,7 +27,7 @@ impl SetFiles {
         self.find(key).map(RegionFile::raw_fd)
     }
 
-    /// Returns the file of a set.
+    /// Finds the open file of a set; none if the set does not exist.
     pub fn find(&self, key: SetKey) -> Option<&RegionFile> {
         self.files.iter().find(|(of, _)| *of == key).map(|(_, file)| file)
     }

@@ -22,7 +22,7 @@ pub(super) struct Run {
     /// The start of the remaining part, in bytes.
     pub at_bytes: u64,
     pub end_bytes: u64,
-    /// The number of bytes read.
+    /// Bytes of the run that are already in the buffer.
     pub read_bytes: u64,
     pub step: SummingStep,
     /// True if the result is not needed any more.

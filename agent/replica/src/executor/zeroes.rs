@@ -66,7 +66,6 @@ impl ZeroJobs {
         u8::try_from(index).ok()
     }
 
-    /// Returns the job `index`.
     pub fn job(&mut self, index: u8) -> &mut ZeroJob {
         &mut self.jobs[usize::from(index)]
     }

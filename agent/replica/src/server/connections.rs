@@ -33,7 +33,7 @@ impl Connections {
         self.get(index).filter(|connection| !connection.ending)
     }
 
-    /// Returns a free index.
+    /// Returns the lowest index without a connection; none if all are taken.
     pub fn free_index(&self) -> Option<u16> {
         self.by_index.iter().position(Option::is_none).and_then(|index| u16::try_from(index).ok())
     }

@@ -31,7 +31,7 @@ impl Store {
         self.image.layout().chain().iter().rev().map(layer).collect()
     }
 
-    /// Returns the file of a layer.
+    /// Returns the index of the open file of a layer; none if it is not in the chain.
     #[must_use]
     pub fn layer_file(&self, layer: usize) -> Option<FileIndex> {
         let chain = self.image.layout().chain();

@@ -90,7 +90,7 @@ pub enum StoreError {
     /// The directory for a new replica has other things in it.
     #[error("{} is not empty ({entry}); a new replica needs a directory of its own", directory.display())]
     NotEmpty {
-        /// The path of the directory.
+        /// The directory with the other files.
         directory: PathBuf,
         /// An entry of the directory.
         entry: String,

@@ -25,7 +25,7 @@ type Result<T> = std::result::Result<T, StoreError>;
 /// A block of zeroes, to compare with.
 const ZEROES: [u8; 4096] = [0; 4096];
 
-/// The target of an export.
+/// The file or device that an export writes to.
 #[derive(Debug)]
 pub enum ExportTarget {
     /// A file, which is created or overwritten, and sparse.

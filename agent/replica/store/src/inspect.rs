@@ -55,7 +55,7 @@ pub struct InspectedVolume {
     pub error: String,
 }
 
-/// A layer.
+/// A layer as an inspection finds it on the disk.
 #[derive(Clone, Debug, Serialize)]
 pub struct InspectedLayer {
     /// The name of the layer's file.

@@ -77,7 +77,7 @@ impl LostBlock {
 /// The record as an opening finds it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FoundLostBlocks {
-    /// The lost blocks.
+    /// The record is whole.
     Known(LostBlocks),
     /// The file is damaged: any block may be lost.
     Damaged,

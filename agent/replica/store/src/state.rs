@@ -13,7 +13,7 @@ use crate::error::StoreError;
 pub(crate) const STATE_FILE: &str = "shorthorn.state";
 const FORMAT: u32 = 1;
 
-/// The saved state.
+/// The content of `shorthorn.state`, and whether it counts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SavedState {
     /// The state was never saved.

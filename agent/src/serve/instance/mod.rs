@@ -37,9 +37,9 @@ use crate::serve::error::NodeError;
 /// The identity of an instance.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum InstanceId {
-    /// The engine of a volume.
+    /// A volume has at most one engine on a node.
     Engine(VolumeName),
-    /// A replica of a volume.
+    /// The volume and the identity in its views.
     Replica(VolumeName, ReplicaId),
 }
 
@@ -64,7 +64,7 @@ impl InstanceId {
         }
     }
 
-    /// Returns the kind of the instance.
+    /// Returns the kind for the node API.
     pub fn kind(&self) -> v1::InstanceKind {
         match self {
             InstanceId::Engine(_) => v1::InstanceKind::Engine,

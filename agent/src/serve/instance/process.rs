@@ -32,7 +32,7 @@ pub enum ProcessPhase {
 /// The process of an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// The phase of the process.
+    /// The point of its life, as the supervisor last saw it.
     pub phase: ProcessPhase,
     /// The process id of the living process.
     pub pid: Option<i32>,
@@ -51,7 +51,7 @@ impl Process {
         Process { phase, pid: Some(pid), message: String::new() }
     }
 
-    /// Returns a failed process.
+    /// Returns a process that could not be started, with the reason for the controller.
     pub fn failed(message: impl Into<String>) -> Process {
         Process { phase: ProcessPhase::Failed, pid: None, message: message.into() }
     }

@@ -22,9 +22,9 @@ const ADDRESSES_MAX: usize = 8;
 /// The spec of an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Spec {
-    /// The spec of an engine.
+    /// Is written to the engine's spec file.
     Engine(EngineSpec),
-    /// The spec of a replica.
+    /// Is written to the replica's spec file.
     Replica(ReplicaSpec),
 }
 
@@ -138,7 +138,7 @@ impl Spec {
         }
     }
 
-    /// Returns the id of the instance.
+    /// Derives the identity from the names in the spec.
     pub fn id(&self) -> InstanceId {
         match self {
             Spec::Engine(spec) => InstanceId::Engine(spec.volume.clone()),

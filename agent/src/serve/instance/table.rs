@@ -107,7 +107,7 @@ impl Table {
             .collect()
     }
 
-    /// Returns the replicas.
+    /// Returns the identities of all replicas in the table, without those of engines.
     pub fn replicas(&self) -> Vec<InstanceId> {
         let inner = self.lock();
         inner.entries.keys().filter(|id| matches!(id, InstanceId::Replica(..))).cloned().collect()

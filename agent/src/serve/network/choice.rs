@@ -20,7 +20,7 @@ use crate::serve::network::source::InterfaceFilter;
 /// An address of an interface of this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InterfaceAddress {
-    /// The name of the interface.
+    /// The network interface that has the address, such as eth0.
     pub interface: String,
     /// True if the interface is up and has a carrier.
     pub is_link_up: bool,

@@ -135,7 +135,7 @@ impl NodeTls {
         self.credentials.subscribe()
     }
 
-    /// The role of this node.
+    /// Returns the role that the certificate of this node has.
     pub fn node(&self) -> &Role {
         &self.node
     }

@@ -15,7 +15,7 @@ use crate::serve::tls::{NodeTls, TlsError};
 const CERTIFICATE_MAX_BYTES: usize = 16 << 10;
 const CHAIN_MAX: usize = 4;
 
-/// The service.
+/// Serves the certificate calls of the controller.
 #[derive(Clone, Debug)]
 pub struct TlsService(pub Arc<NodeTls>);
 

@@ -47,7 +47,7 @@ stand_in!(
     Truth, { "type": "string", "enum": ["True", "False", "Unknown"] }
 );
 stand_in!(
-    /// The name of a volume.
+    /// Stands for [`VolumeName`](shorthorn_types::VolumeName).
     VolumeName, { "type": "string", "maxLength": 63, "pattern": "^[a-z0-9]([a-z0-9-]*[a-z0-9])?$" }
 );
 stand_in!(
@@ -84,7 +84,7 @@ words!(
     CurrentState,
 );
 stand_in!(
-    /// The name of a node.
+    /// Stands for [`NodeName`](crate::NodeName).
     NodeName, {
         "type": "string",
         "maxLength": 253,
@@ -115,7 +115,7 @@ pub enum Defaults {
     Absent,
 }
 
-/// Returns the structural schema of `T`.
+/// Generates the schema of `T` in the form that Kubernetes accepts in a CRD.
 #[must_use]
 pub fn structural<T: JsonSchema>(defaults: Defaults) -> Value {
     let settings = SchemaSettings::openapi3().with(|settings| {

@@ -149,7 +149,7 @@ impl Index {
 }
 
 impl ClusterState {
-    /// Returns the replicas on `node`.
+    /// Iterates over the replicas whose spec has this node, by the index.
     pub fn replicas_on<'a>(&'a self, node: &str) -> impl Iterator<Item = &'a Replica> + use<'a> {
         self.index.replicas.on(node).filter_map(|name| self.replicas.get(name))
     }

@@ -22,7 +22,7 @@ pub struct Replicas {
 pub struct ScheduledBytes {
     /// The sum of their sizes. No number of volumes that a store can hold makes it overflow.
     pub bytes: u128,
-    /// The number of replicas.
+    /// Replicas in the sum, with those that are about to be stored.
     pub replicas: u32,
 }
 

@@ -19,7 +19,7 @@ pub enum RequestError {
     NoAttach {
         /// The volume.
         name: String,
-        /// The number.
+        /// The attachment in the state of the replica.
         known: u64,
     },
     /// The volume's name can never work.
@@ -66,7 +66,7 @@ pub enum RequestError {
     /// The node has no such disk.
     #[error("node {node} has no disk {path}; shorthornctl node list shows all disks")]
     NoDisk {
-        /// The name of the node.
+        /// The node that was asked for.
         node: String,
         /// The requested path.
         path: String,
@@ -136,7 +136,7 @@ pub enum RequestError {
     NotServed {
         /// The volume.
         name: String,
-        /// The id of the replica.
+        /// Name of the Replica object.
         replica: String,
         /// The state of the volume.
         state: &'static str,
@@ -205,7 +205,7 @@ pub enum RequestError {
          NAME), which fences its engine"
     )]
     NodeHasEngines {
-        /// The name of the node.
+        /// The node to remove.
         node: String,
         /// The names of the volumes.
         volumes: String,
@@ -213,7 +213,7 @@ pub enum RequestError {
     /// Data would be lost.
     #[error("node {node} has the last complete replica of {volumes}; with --force these volumes are lost")]
     NodeHasLast {
-        /// The name of the node.
+        /// The node to remove.
         node: String,
         /// The volumes of the replicas.
         volumes: String,
@@ -225,7 +225,7 @@ pub enum RequestError {
          volume salvage NAME)"
     )]
     NodeHasMajority {
-        /// The name of the node.
+        /// The node to remove.
         node: String,
         /// The names of the volumes.
         volumes: String,
@@ -277,7 +277,7 @@ pub enum RequestError {
         node: String,
         /// The disk there.
         path: String,
-        /// The number of directories.
+        /// Count of directories in the trash.
         directories: usize,
     },
     /// Volumes could not start by themselves.
@@ -312,7 +312,7 @@ pub enum RequestError {
     /// The node has as many volumes as it takes.
     #[error("node {node} has {max_volumes} volumes attached, the maximum of its agent (max_volumes)")]
     NodeFull {
-        /// The name of the node.
+        /// The node to attach to.
         node: String,
         /// The maximum number of its volumes.
         max_volumes: u32,

@@ -101,7 +101,7 @@ impl PlacementRequest {
 /// A node that could take replicas.
 #[derive(Clone, Debug)]
 pub struct NodeCandidate {
-    /// The name of the node.
+    /// Name of its Node object.
     pub name: NodeName,
     /// The zone, whose nodes may fail together.
     pub zone: Option<Label>,

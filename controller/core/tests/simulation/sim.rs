@@ -97,7 +97,6 @@ pub struct Sim {
     nodes: Vec<SimAgent>,
     controller: Controller,
     late: Vec<(NodeName, AgentCall)>,
-    /// Number of the leader.
     leader: u64,
     /// The decisions of controllers that were paused.
     paused: Vec<leaders::Paused>,

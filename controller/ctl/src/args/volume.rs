@@ -182,7 +182,7 @@ pub struct VolumeChanges {
 pub struct SetVolumeArgs {
     /// Name of the volume
     pub name: String,
-    /// The changes.
+    /// Flags of the settings to change; at least one is required.
     #[command(flatten)]
     pub changes: VolumeChanges,
 }

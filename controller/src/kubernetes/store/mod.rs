@@ -66,7 +66,7 @@ pub enum OpenError {
          {lacking}: first shorthorn-controller crds | kubectl apply -f -"
     )]
     OldDefinition {
-        /// The name of the definition.
+        /// Name of the CustomResourceDefinition in the API server.
         definition: String,
         /// The missing fields.
         lacking: String,
@@ -133,7 +133,7 @@ impl std::fmt::Debug for KubeStore {
 }
 
 struct Inner {
-    /// The name of the cluster.
+    /// Identity of this cluster, which the keys determine.
     cluster: String,
     /// The key of the secrets of volumes.
     keys: VolumeKeys,

@@ -23,7 +23,7 @@ pub(super) struct Writer {
     unreadable: BTreeSet<String>,
     /// Objects written since that keep something of a later version.
     with_more: BTreeSet<String>,
-    /// Number of commits.
+    /// Commits since the start of the process.
     commits: u64,
 }
 

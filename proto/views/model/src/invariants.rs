@@ -33,7 +33,7 @@ use crate::state::{Engine, State};
 /// A violated invariant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Violation {
-    /// The number of the rule.
+    /// Position in the list of rules, from 1.
     pub rule: u8,
     /// The objects that violate it.
     pub what: String,

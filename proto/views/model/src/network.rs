@@ -50,7 +50,7 @@ pub enum Message {
         replica: u8,
         /// Over which of the connections that the two have had.
         link: u8,
-        /// The number of the write.
+        /// Index of the write in the run, from 0.
         write: u8,
     },
     /// A replica has the data.
@@ -61,7 +61,7 @@ pub enum Message {
         replica: u8,
         /// Over which connection.
         link: u8,
-        /// The number of the write.
+        /// Index of the write that the replica has applied.
         write: u8,
     },
     /// An engine asks the arbiter for its view `number`.

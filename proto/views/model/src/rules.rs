@@ -256,7 +256,6 @@ fn forced(arbiter: &Arbiter, target: View) -> Result<Arbiter, NotGranted> {
     arbiter.ask(target.id.generation.attach, target, &honoured, &target.members)
 }
 
-/// Returns a view of `replicas`.
 pub(crate) fn view(id: ViewId, replicas: Bits) -> View {
     let members: Members = members(replicas);
     View { id, members }

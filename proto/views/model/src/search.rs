@@ -7,7 +7,7 @@ use crate::model::Model;
 use crate::state::State;
 use crate::step::ModelStep;
 
-/// The result of a search.
+/// The outcome of a search with its counts.
 #[derive(Clone, Debug)]
 pub struct SearchResult {
     /// The number of states seen.

@@ -26,7 +26,7 @@ pub struct State {
     pub writes: u8,
     /// The content of the backup of the controller's store.
     pub backup: (u64, Arbiter),
-    /// The number of restores.
+    /// Restores of the controller's store so far.
     pub restores: u8,
     /// The number of engines at the last restore.
     pub restored_at: usize,
@@ -95,9 +95,9 @@ pub struct Engine {
 /// A proposed view.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Proposal {
-    /// The view.
+    /// The view that the engine wants to commit.
     pub target: View,
-    /// The honoured report.
+    /// The report with the highest view among those that count.
     pub honoured: ReplicaReport,
     /// The replicas that had stored the view when the arbiter was asked, or those reached if it is asked
     /// first.
@@ -156,7 +156,6 @@ impl State {
         (0..8).take(self.replicas.len())
     }
 
-    /// Returns replica number `replica`.
     #[must_use]
     pub fn replica(&self, replica: u8) -> &Replica {
         &self.replicas[usize::from(replica)]
@@ -166,7 +165,6 @@ impl State {
         Rc::make_mut(&mut self.replicas[usize::from(replica)])
     }
 
-    /// Returns engine number `engine`.
     #[must_use]
     pub fn engine(&self, engine: u8) -> &Engine {
         &self.engines[usize::from(engine)]

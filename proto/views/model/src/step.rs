@@ -111,7 +111,7 @@ pub enum ModelStep {
     Acknowledge {
         /// By which engine.
         engine: u8,
-        /// The number of the write.
+        /// Index of the write in the run, from 0.
         write: u8,
     },
 }
