@@ -134,7 +134,10 @@ pub struct RunArgs {
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub queue_depth: u16,
     /// Milliseconds after which a replica that does not answer counts as late
-    #[arg(long, default_value_t = 5000, value_name = "MS", value_parser = clap::value_parser!(u32).range(500..=600_000))]
+    #[arg(
+        long, default_value_t = 5000, value_name = "MS",
+        value_parser = clap::value_parser!(u32).range(500..=600_000)
+    )]
     pub replica_timeout_ms: u32,
     /// Milliseconds without a write after which a region counts as clean. After a crash of the engine, only
     /// dirty regions are resynced. 0: never while the engine runs
@@ -147,7 +150,10 @@ pub struct RunArgs {
     #[arg(long, default_value_t = SUM_MIB_PER_S, value_name = "MIB")]
     pub sum_mib_per_s: u32,
     /// Seconds after which the command fails if the volume is not ready
-    #[arg(long, default_value_t = 60, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
+    #[arg(
+        long, default_value_t = 60, value_name = "SECONDS",
+        value_parser = clap::value_parser!(u64).range(1..=3600)
+    )]
     pub ready_timeout: u64,
     /// Directory of the device node
     #[arg(long, default_value = "/dev/longhorn", value_name = "DIR")]

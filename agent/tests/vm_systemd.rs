@@ -73,7 +73,8 @@ fn units_of_systemd() -> anyhow::Result<()> {
     let journal = || vm.sh("journalctl -o cat -u 'shorthorn*'").unwrap_or_default();
     let errors = String::from_utf8_lossy(&done.stderr);
     anyhow::ensure!(done.success(), "{}\n{errors}\n{}", done.text(), journal());
-    vm.sh("! systemctl list-units --all --plain --no-legend 'shorthorn-engine@*' 'shorthorn-replica@*' | grep .")?;
+    vm.sh("! systemctl list-units --all --plain --no-legend 'shorthorn-engine@*' 'shorthorn-replica@*' | \
+           grep .")?;
     Ok(())
 }
 
@@ -162,9 +163,8 @@ async fn kill_the_agent(socket: &Path, mut client: NodeClient<Channel>) -> NodeC
 
 async fn kill_the_engine(engine: &v1::Instance, client: &mut NodeClient<Channel>) -> v1::Instance {
     signal_to(pid(engine), Signal::KILL);
-    sh(
-        "dd if=/dev/longhorn/v1 of=/root/read bs=64k count=16 iflag=direct status=none && cmp /root/random /root/read",
-    );
+    sh("dd if=/dev/longhorn/v1 of=/root/read bs=64k count=16 iflag=direct status=none && cmp /root/random \
+        /root/read");
     let again = wait_for(client, "v1", |again| running(again) && again.pid != engine.pid).await;
     assert_eq!(endpoint(&again), Path::new(DEVICE));
     again

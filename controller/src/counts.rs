@@ -60,8 +60,8 @@ impl Metrics {
             ),
             (
                 "shorthorn_controller_store_writes",
-                "Writes of objects: ok, conflict, unavailable, refused or failed. With Kubernetes a write is one or \
-                 two API calls, because spec and status are written separately",
+                "Writes of objects: ok, conflict, unavailable, refused or failed. With Kubernetes a write is \
+                 one or two API calls, because spec and status are written separately",
                 &self.store_writes,
             ),
             ("shorthorn_controller_agent_calls", "Calls to agents, by gRPC code", &self.agent_calls),

@@ -65,8 +65,8 @@ impl ClusterNode {
             "mkdir -p /etc/shorthorn /var/lib/kubelet/plugins_registry /var/lib/kubelet/pods\n\
              cat > /etc/shorthorn/agent.toml <<'END'\n{config}END\n\
              systemd-tmpfiles --create; systemctl daemon-reload; udevadm control --reload\n\
-             systemctl enable shorthorn-agent-csi.socket shorthorn-agent-registration.socket shorthorn-agent.service\n\
-             sync"
+             systemctl enable shorthorn-agent-csi.socket shorthorn-agent-registration.socket \
+             shorthorn-agent.service\nsync"
         );
         self.host.sh(&script)?;
         let started = "systemctl start shorthorn-agent-csi.socket shorthorn-agent-registration.socket && \

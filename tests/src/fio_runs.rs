@@ -43,9 +43,9 @@ impl<'a> FioRuns<'a> {
     fn start_by(host: &'a VmHost, fio: &str, options: &str) -> Result<FioRuns<'a>> {
         let report = "/root/fio.$run";
         let running = host.spawn(&format!(
-            "run=0; while test ! -e {STOP}; do run=$((run + 1)); \
-             {fio} --name=load {options} --direct=1 --ioengine=libaio --verify=crc32c --verify_fatal=1 --do_verify=1 \
-             --output-format=json --output={report} || {{ cat {report}; exit 1; }}; echo run $run; done"
+            "run=0; while test ! -e {STOP}; do run=$((run + 1)); {fio} --name=load {options} --direct=1 \
+             --ioengine=libaio --verify=crc32c --verify_fatal=1 --do_verify=1 --output-format=json \
+             --output={report} || {{ cat {report}; exit 1; }}; echo run $run; done"
         ))?;
         Ok(FioRuns { host, running })
     }

@@ -115,7 +115,8 @@ impl VmHost {
     /// It does not run.
     pub fn kill(&self, unit: &str) -> Result<()> {
         self.sh(&format!(
-            "pid=$(systemctl show --property MainPID --value '{unit}'); test \"$pid\" -gt 1 && kill -9 \"$pid\""
+            "pid=$(systemctl show --property MainPID --value '{unit}'); test \"$pid\" -gt 1 && kill -9 \
+             \"$pid\""
         ))
         .map(drop)
     }

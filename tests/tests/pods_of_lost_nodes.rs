@@ -82,12 +82,14 @@ impl Cluster {
 
     fn claim(&self, volume: &str, driver: &str, node: &str) -> Result<()> {
         let size = json!({ "storage": "67108864" });
-        let claim = json!({ "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": { "name": volume },
+        let claim = json!({ "apiVersion": "v1", "kind": "PersistentVolumeClaim",
+            "metadata": { "name": volume },
             "spec": { "accessModes": ["ReadWriteOnce"], "resources": { "requests": size },
                 "storageClassName": "", "volumeName": volume } });
         let claims = "/api/v1/namespaces/default/persistentvolumeclaims";
         let claim = self.api.ok("POST", claims, Some(&claim))?;
-        let persistent = json!({ "apiVersion": "v1", "kind": "PersistentVolume", "metadata": { "name": volume },
+        let persistent = json!({ "apiVersion": "v1", "kind": "PersistentVolume",
+            "metadata": { "name": volume },
             "spec": { "accessModes": ["ReadWriteOnce"], "capacity": size,
                 "claimRef": { "namespace": "default", "name": volume, "uid": claim["metadata"]["uid"] },
                 "csi": { "driver": driver, "volumeHandle": volume } } });

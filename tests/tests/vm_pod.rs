@@ -51,8 +51,8 @@ fn a_volume_outlives_the_container_of_its_agent() -> Result<()> {
     let load = FioRuns::start(
         &host,
         &format!(
-            "--directory={TARGET} --size=2m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 --blockalign=512 \
-             --iodepth=16 --fsync=64"
+            "--directory={TARGET} --size=2m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 \
+             --blockalign=512 --iodepth=16 --fsync=64"
         ),
     )?;
     let engine = engine_pid(&host)?;

@@ -53,15 +53,15 @@ fn parts_of_a_pause(host: &VmHost, frontend: &str) -> Result<()> {
     for (depth, name) in [(1, "restart"), (16, "restart"), (16, "kill -9")] {
         let replace = if name == "restart" { restart(&volume) } else { kill(&volume) };
         host.sh(&format!(
-            "fio --name=load --filename=/dev/longhorn/{volume} --rw=randwrite --bs=4k --ioengine=libaio --direct=1 \
-             --iodepth={depth} --time_based --runtime=1s --output-format=json --output=/root/pause & \
-             sleep 0.5; {}; wait $!",
+            "fio --name=load --filename=/dev/longhorn/{volume} --rw=randwrite --bs=4k --ioengine=libaio \
+             --direct=1 --iodepth={depth} --time_based --runtime=1s --output-format=json \
+             --output=/root/pause & sleep 0.5; {}; wait $!",
             timed(&replace)
         ))?;
         let (longest, away) = (longest_request(host, "/root/pause")?, away(host)?);
         println!(
-            "{frontend}, depth {depth}, {name}: the longest request took {longest:?}, the replacement {away:?} of \
-             virtual time"
+            "{frontend}, depth {depth}, {name}: the longest request took {longest:?}, the replacement \
+             {away:?} of virtual time"
         );
         let unit = format!("shorthorn-engine@{volume}");
         println!(
@@ -85,11 +85,9 @@ fn restart(volume: &str) -> String {
 fn kill(volume: &str) -> String {
     format!(
         "unit=shorthorn-engine@{volume}; main_pid() {{ systemctl show --property MainPID --value $unit; }}; \
-         old=$(main_pid); kill -9 $old; \
-         for n in $(seq 2400); do \
-             new=$(main_pid); test $new != 0 && test $new != $old && systemctl is-active --quiet $unit && break; \
-             sleep 0.05; \
-         done; systemctl is-active $unit"
+         old=$(main_pid); kill -9 $old; for n in $(seq 2400); do new=$(main_pid); test $new != 0 && test \
+         $new != $old && systemctl is-active --quiet $unit && break; sleep 0.05; done; systemctl is-active \
+         $unit"
     )
 }
 
@@ -128,8 +126,8 @@ fn replace_under_load(host: &VmHost, frontend: &str) -> Result<()> {
     no_thread_waits_for_its_own_device(host)?;
     let load = FioRuns::start(
         host,
-        "--filename=/dev/longhorn/v1 --size=4m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 --blockalign=512 \
-         --iodepth=16 --fsync=64",
+        "--filename=/dev/longhorn/v1 --size=4m --rw=randwrite --bsrange=512-64k --bs_unaligned=0 \
+         --blockalign=512 --iodepth=16 --fsync=64",
     )?;
     load.wait_for(1, LIMIT)?;
     let mut longest_replacement = Duration::ZERO;
@@ -178,8 +176,9 @@ fn no_thread_waits_for_its_own_device(host: &VmHost) -> Result<()> {
 /// take them, and no process may keep them open, or the kernel would not notice their death.
 fn killed_after_a_handover(host: &VmHost) -> Result<()> {
     let load = host.spawn(
-        "fio --name=load --filename=/dev/longhorn/v1 --size=6m --rw=randwrite --bs=4k --ioengine=libaio --direct=1 \
-         --iodepth=16 --verify=crc32c --verify_fatal=1 --do_verify=1 --output-format=json --output=/root/killed",
+        "fio --name=load --filename=/dev/longhorn/v1 --size=6m --rw=randwrite --bs=4k --ioengine=libaio \
+         --direct=1 --iodepth=16 --verify=crc32c --verify_fatal=1 --do_verify=1 --output-format=json \
+         --output=/root/killed",
     )?;
     let sockets = engine_sockets(host)?;
     host.sh(

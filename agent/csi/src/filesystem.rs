@@ -144,12 +144,17 @@ pub(crate) fn check(path: &Path, kind: FsKind) -> Result<(), CsiError> {
     match finished.code {
         Some(0) => Ok(()),
         Some(code) if code < FSCK_ERRORS_LEFT => {
-            tracing::warn!(device = %path.display(), "fsck.ext4 has repaired the file system: {}", finished.output.trim());
+            tracing::warn!(
+                device = %path.display(),
+                "fsck.ext4 has repaired the file system: {}",
+                finished.output.trim()
+            );
             Ok(())
         }
         _ => {
             let error = finished.failed();
-            let hint = "the file system needs a repair by hand, for instance fsck.ext4 -f, on a copy or after a snapshot";
+            let hint = "the file system needs a repair by hand, for instance fsck.ext4 -f, on a copy or \
+                        after a snapshot";
             Err(CsiError::Internal(format!("{}: {error}; {hint}", path.display())))
         }
     }

@@ -89,7 +89,11 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     let _in = tracing::info_span!("engine", volume = %spec.volume).entered();
     // Before any thread is started: all of them take part in serving the device, the rebuilding ones too.
     if let Some(error) = protect_allocations() {
-        tracing::warn!(volume = %spec.volume, %error, "PR_SET_IO_FLUSHER failed: the volume may stall when memory runs out");
+        tracing::warn!(
+            volume = %spec.volume,
+            %error,
+            "PR_SET_IO_FLUSHER failed: the volume may stall when memory runs out"
+        );
     }
     let (sender, events) = mpsc::channel();
     watch_signals(sender.clone())?;
@@ -360,7 +364,12 @@ fn drain(
                 return Err(EngineError::Deposed { generation, holder });
             }
             Ok(MainEvent::QueueFailed { queue, reason }) => {
-                tracing::warn!(%volume, queue, reason, "a queue has failed: its requests are left to the next process");
+                tracing::warn!(
+                    %volume,
+                    queue,
+                    reason,
+                    "a queue has failed: its requests are left to the next process"
+                );
                 return Ok(sockets);
             }
             Ok(MainEvent::RequestError(error)) => serving.log(error),

@@ -134,7 +134,9 @@ impl Opener<'_> {
                     });
                 }
                 Err(OpenError::Aborted { reason, members }) => {
-                    tracing::warn!(volume = %self.spec.volume, reason, "opening failed half-way, trying again");
+                    tracing::warn!(
+                        volume = %self.spec.volume, reason, "opening failed half-way, trying again"
+                    );
                     let generation = self.state.next_generation()?;
                     status::publish(self.publisher, |engine| {
                         engine.message = reason;
@@ -236,7 +238,9 @@ impl Opener<'_> {
         })?;
         let (name, connected_ms) = (&self.spec.volume, millis(begin.elapsed()));
         let (dirty, in_view) = (opened.dirty.len(), &opened.view.members);
-        tracing::info!(volume = %name, %generation, members = %in_view, dirty, reached_ms, connected_ms, "opened");
+        tracing::info!(
+            volume = %name, %generation, members = %in_view, dirty, reached_ms, connected_ms, "opened"
+        );
         Ok(self.opened(opened, members))
     }
 
@@ -390,7 +394,10 @@ impl OpeningEngine for Attempt<'_, '_> {
 
     fn leaves_out(&mut self, replica: ReplicaId, reason: &str) {
         let volume = &self.opener.spec.volume;
-        tracing::warn!(%volume, %replica, reason, "the volume is to be opened without a replica that has made attempts fail");
+        tracing::warn!(
+            %volume, %replica, reason,
+            "the volume is to be opened without a replica that has made attempts fail"
+        );
         self.show(
             replica,
             format!("the volume is opened without it, as it has made attempts fail: {reason}"),
@@ -411,7 +418,10 @@ impl OpeningEngine for Attempt<'_, '_> {
     fn ask_arbiter(&mut self, change: &ViewChange, stored: Members) {
         let (view, honoured) = (change.target, change.honoured.clone());
         let message = format!("waiting for the arbiter's grant of view {view}: the others do not answer");
-        tracing::warn!(volume = %self.opener.spec.volume, %view, "only half of the replicas are left: frozen until the arbiter grants the view or another one is back");
+        tracing::warn!(
+            volume = %self.opener.spec.volume, %view,
+            "only half of the replicas are left: frozen until the arbiter grants the view or another is back"
+        );
         status::publish(self.opener.publisher, |engine| {
             engine.phase = EnginePhase::Frozen;
             engine.message = message;
@@ -561,7 +571,11 @@ fn connect_queues(
 ) -> Result<(ReplicaId, Vec<ReplicaConnection>), (ReplicaId, String)> {
     let replica = one.replica;
     if let Err(error) = finish(conclude(&mut one, proposal)) {
-        tracing::warn!(volume = %spec.volume, %replica, tracks = %one.welcome.tracks, %error, "a replica does not know that the view is committed, or still keeps out-of-sync sets of replicas that are gone");
+        tracing::warn!(
+            volume = %spec.volume, %replica, tracks = %one.welcome.tracks, %error,
+            "a replica does not know that the view is committed, or still keeps out-of-sync sets of replicas \
+             that are gone"
+        );
     }
     if !proposal.view.members.contains(replica) {
         return Ok((replica, Vec::new()));

@@ -101,7 +101,11 @@ impl Queue {
         let report = protect_thread();
         for (what, failed) in [("PR_SET_IO_FLUSHER", report.io_flusher), ("mlockall", report.memory_lock)] {
             if let Some(error) = failed {
-                tracing::warn!(queue = self.index, %error, "{what} failed: the volume may stall when memory runs out");
+                tracing::warn!(
+                    queue = self.index,
+                    %error,
+                    "{what} failed: the volume may stall when memory runs out"
+                );
             }
         }
         let links = u32::try_from(self.links.len()).unwrap_or(u32::MAX);

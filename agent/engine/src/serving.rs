@@ -278,14 +278,22 @@ impl<'a> Serving<'a> {
                 let (operation, reason) = (failures::name(operation), failures::reason(cause, errno));
                 let replicas = self.names(cause);
                 let (offset_bytes, length_bytes) = (range.offset(), range.length());
-                tracing::error!(%volume, replicas, operation, offset_bytes, length_bytes, %errno, reason, "a request has failed: the user of the volume gets the error");
+                tracing::error!(
+                    %volume, replicas, operation, offset_bytes, length_bytes, %errno, reason,
+                    "a request has failed: the user of the volume gets the error"
+                );
             }
             RequestError::Refused(RefusedRequest { operation, offset_bytes, length_bytes, errno }) => {
                 let operation = operation.map_or("unknown operation", failures::name);
-                tracing::warn!(%volume, operation, offset_bytes, length_bytes, %errno, "a request is refused: no volume of this size can do it");
+                tracing::warn!(
+                    %volume, operation, offset_bytes, length_bytes, %errno,
+                    "a request is refused: no volume of this size can do it"
+                );
             }
             RequestError::More { count } => {
-                tracing::error!(%volume, count, "more requests have failed or were refused than are logged one by one");
+                tracing::error!(
+                    %volume, count, "more requests have failed or were refused than are logged one by one"
+                );
             }
         }
     }
@@ -332,7 +340,10 @@ impl<'a> Serving<'a> {
         let view = wanted.view;
         let message =
             format!("requests wait for the arbiter's grant of view {view}, or for a replica to come back");
-        tracing::warn!(volume = %self.spec.volume, %view, "only half of the replicas are left: frozen until the arbiter grants the view or another one is back");
+        tracing::warn!(
+            volume = %self.spec.volume, %view,
+            "only half of the replicas are left: frozen until the arbiter grants the view or another is back"
+        );
         self.asked = Some(view);
         // One of the others can bring the view through without the arbiter, however often it was late.
         self.context().known_peers().iter().for_each(|(index, _)| self.rebuild_tasks.end_delay(*index));
@@ -421,7 +432,9 @@ impl<'a> Serving<'a> {
             self.publish_member(replica, |member| member.copy = Some(shown));
             if is_time_to_log {
                 let (volume, percent) = (&self.spec.volume, shown.percent());
-                tracing::info!(%volume, %replica, percent, bytes_per_s = shown.bytes_per_s, "a replica is being rebuilt");
+                tracing::info!(
+                    %volume, %replica, percent, bytes_per_s = shown.bytes_per_s, "a replica is being rebuilt"
+                );
             }
         }
         if let Some(at_bytes) = progress.scrub_at_bytes {
@@ -440,7 +453,9 @@ impl<'a> Serving<'a> {
         let odd: Vec<String> =
             odd.iter().filter_map(|peer| self.replica(*peer)).map(|replica| replica.to_string()).collect();
         let odd = odd.join(" ");
-        tracing::error!(volume = %self.spec.volume, %range, odd, repaired, "the members do not read the same");
+        tracing::error!(
+            volume = %self.spec.volume, %range, odd, repaired, "the members do not read the same"
+        );
         let last = format!("{range}: {odd}{}", if repaired { ", repaired" } else { "" });
         self.count_found(repaired, last);
     }
@@ -475,7 +490,10 @@ impl<'a> Serving<'a> {
         };
         let repaired = matches!(done, Done::Repaired { .. });
         let (volume, offset_bytes, length_bytes) = (&self.spec.volume, range.offset(), range.length());
-        tracing::error!(%volume, replicas, snapshot, offset_bytes, length_bytes, repaired, done = what, "a snapshot has rotten");
+        tracing::error!(
+            %volume, replicas, snapshot, offset_bytes, length_bytes, repaired, done = what,
+            "a snapshot has rotten"
+        );
         self.count_found(repaired, format!("snapshot {snapshot} at {range}: {replicas}, {what}"));
     }
 
@@ -525,7 +543,9 @@ impl Serving<'_> {
             }
             return Ok(());
         }
-        tracing::info!(volume = %self.spec.volume, from_bytes = has_bytes, to_bytes = size_bytes, "expanding");
+        tracing::info!(
+            volume = %self.spec.volume, from_bytes = has_bytes, to_bytes = size_bytes, "expanding"
+        );
         self.spec.size_bytes = size_bytes;
         self.context().connector.set_size(size_bytes);
         self.show_expansion(String::new(), false);
@@ -562,7 +582,9 @@ impl Serving<'_> {
         match progress {
             ExpansionProgress::Waiting(message) => self.show_expansion(message, false),
             ExpansionProgress::NextAttach(message) => {
-                tracing::warn!(%volume, message, "the device keeps its size until the volume is attached again");
+                tracing::warn!(
+                    %volume, message, "the device keeps its size until the volume is attached again"
+                );
                 self.show_expansion(message, true);
             }
             ExpansionProgress::Resized { size_bytes } => {

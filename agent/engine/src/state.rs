@@ -473,7 +473,9 @@ mod tests {
         #[test]
         fn any_content_is_refused_by_name_or_has_a_next_generation(
             at in any::<prop::sample::Index>(),
-            new in prop::sample::select(vec!["", "0", "-1", "18446744073709551615", "1e400", "\"", "{", "]", "null", "\0"]),
+            new in prop::sample::select(
+                vec!["", "0", "-1", "18446744073709551615", "1e400", "\"", "{", "]", "null", "\0"]
+            ),
             removed in 0usize..8,
         ) {
             let dir = tempfile::tempdir().unwrap();

@@ -87,9 +87,10 @@ fn every_request_does_what_it_says() -> Result<()> {
          cmp -n 1835008 /mem/random <(dd if={NODE} bs=3584 skip=20000 count=512 iflag=direct status=none)"
     ))?;
     vm.sh(&format!(
-        "blkdiscard -o 33554432 -l 33554432 {NODE} && blkdiscard -z -o 3584 -l 1024 {NODE} && \
-         cmp -n 3584 /mem/random {NODE} && cmp -n 1024 <(dd if={NODE} bs=512 skip=7 count=2 status=none) /dev/zero && \
-         cmp -i 4608 -n $((33554432 - 4608)) /mem/random {NODE} && cmp -i 33554432:0 -n 33554432 {NODE} /dev/zero"
+        "blkdiscard -o 33554432 -l 33554432 {NODE} && blkdiscard -z -o 3584 -l 1024 {NODE} && cmp -n 3584 \
+         /mem/random {NODE} && cmp -n 1024 <(dd if={NODE} bs=512 skip=7 count=2 status=none) /dev/zero && \
+         cmp -i 4608 -n $((33554432 - 4608)) /mem/random {NODE} && cmp -i 33554432:0 -n 33554432 {NODE} \
+         /dev/zero"
     ))?;
     guest.zeroes_take_space_unless_a_hole_is_allowed()?;
     vm.sh(KEEP)?;
@@ -98,7 +99,8 @@ fn every_request_does_what_it_says() -> Result<()> {
     guest.has_kept_data()?;
     // Buffered writes without a flush, of a process that has the device open.
     let writer = vm.spawn(&format!(
-        "exec 3<>{NODE}; head -c 8M /mem/random >&3; touch /mem/written; for n in $(seq 1200); do test -e /mem/enough && exit; sleep 0.05; done"
+        "exec 3<>{NODE}; head -c 8M /mem/random >&3; touch /mem/written; for n in $(seq 1200); do test -e \
+         /mem/enough && exit; sleep 0.05; done"
     ))?;
     vm.sh("for n in $(seq 1200); do test -e /mem/written && exit; sleep 0.05; done; exit 1")?;
     ensure!(
@@ -201,8 +203,8 @@ fn a_server_that_hangs_keeps_its_connection() -> Result<()> {
     let fio = guest
         .vm
         .command(&format!(
-            "fio --name=small --filename={NODE} --rw=randrw --bs=4k --direct=1 --ioengine=libaio --iodepth=16 \
-             --time_based --runtime=30 --output-format=json --output=/mem/fio.json"
+            "fio --name=small --filename={NODE} --rw=randrw --bs=4k --direct=1 --ioengine=libaio \
+             --iodepth=16 --time_based --runtime=30 --output-format=json --output=/mem/fio.json"
         ))
         .limit(10 * MINUTE)
         .spawn()?;

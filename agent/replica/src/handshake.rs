@@ -56,8 +56,8 @@ pub(crate) enum HandshakeError {
     Queue(u16),
     /// The engine has not begun to encrypt.
     #[error(
-        "volume {0} encrypts in transit, and the engine does not: upgrade shorthorn-agent on the node of the engine, then \
-         attach the volume again"
+        "volume {0} encrypts in transit, and the engine does not: upgrade shorthorn-agent on the node of the \
+         engine, then attach the volume again"
     )]
     Plain(VolumeName),
     /// The connection could not be encrypted.

@@ -255,9 +255,15 @@ fn notify(state: &[sd_notify::NotifyState]) {
 
 fn report_protection(report: &ProtectionReport) {
     if let Some(error) = &report.io_flusher {
-        tracing::warn!(%error, "PR_SET_IO_FLUSHER failed: under memory pressure the volume may hang; run as root");
+        tracing::warn!(
+            %error,
+            "PR_SET_IO_FLUSHER failed: under memory pressure the volume may hang; run as root"
+        );
     }
     if let Some(error) = &report.memory_lock {
-        tracing::warn!(%error, "memory is not locked: under memory pressure the volume may hang; raise LimitMEMLOCK");
+        tracing::warn!(
+            %error,
+            "memory is not locked: under memory pressure the volume may hang; raise LimitMEMLOCK"
+        );
     }
 }

@@ -176,7 +176,9 @@ mod tests {
         /// have ended.
         #[test]
         fn nobody_is_blocked_for_good(
-            events in prop::collection::vec((0u16..16, 0u32..=MAX_IO_BYTES, any::<bool>(), any::<prop::sample::Index>()), 1..2000),
+            events in prop::collection::vec(
+                (0u16..16, 0u32..=MAX_IO_BYTES, any::<bool>(), any::<prop::sample::Index>()), 1..2000
+            ),
         ) {
             let mut slots = Slots::new();
             let mut taken: Vec<u16> = Vec::new();
@@ -199,7 +201,9 @@ mod tests {
                 slots.give(slot);
                 taken.extend(std::iter::from_fn(|| slots.serve()).map(|(_, slot)| slot));
             }
-            prop_assert!(slots.is_idle() && slots.waiting.is_empty() && slots.bytes == 0 && slots.shared == 0);
+            prop_assert!(
+                slots.is_idle() && slots.waiting.is_empty() && slots.bytes == 0 && slots.shared == 0
+            );
         }
     }
 }

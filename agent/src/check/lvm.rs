@@ -51,7 +51,8 @@ pub fn judge(facts: &Facts) -> Vec<HostFinding> {
         return vec![passed("lvm", "LVM does not read the devices of volumes".to_owned())];
     }
     let message = format!(
-        "the filters of LVM accept /dev/{}*: volume groups that a guest makes inside a volume appear on this host",
+        "the filters of LVM accept /dev/{}*: volume groups that a guest makes inside a volume appear on this \
+         host",
         read.join("*, /dev/")
     );
     vec![warned("lvm", message, remedy(&settings.global_filter))]
@@ -79,7 +80,8 @@ fn remedy(global_filter: &str) -> String {
     // A shell, or printf, would read these.
     if set.contains(['\'', '\\', '%']) {
         return format!(
-            "lvmconfig --typeconfig full devices/global_filter  # put {REJECTED} before it in /etc/lvm/lvm.conf"
+            "lvmconfig --typeconfig full devices/global_filter  # put {REJECTED} before it in \
+             /etc/lvm/lvm.conf"
         );
     }
     let set = if set.is_empty() { String::new() } else { format!(", {set}") };

@@ -146,8 +146,8 @@ fn partitions(nbd_partitions_max: Option<u32>) -> Vec<HostFinding> {
         Some(0) => passed("partitions", "the kernel reads no partition tables of NBD devices".to_owned()),
         Some(max) => {
             let message = format!(
-                "the kernel reads partition tables of NBD devices (max_part of nbd is {max}): partitions inside \
-                 volumes become devices of this host"
+                "the kernel reads partition tables of NBD devices (max_part of nbd is {max}): partitions \
+                 inside volumes become devices of this host"
             );
             warned("partitions", message, NBD_PARTITIONS_REMEDY.to_owned())
         }
@@ -208,7 +208,8 @@ fn kubelet(kubelet: &Kubelet) -> Vec<HostFinding> {
         Some((_, true)) => vec![passed("kubelet", format!("mounts below {root} reach containers"))],
         Some((point, false)) => {
             let message = format!(
-                "the mount {} of {root} is not shared: volumes that are mounted later do not reach containers",
+                "the mount {} of {root} is not shared: volumes that are mounted later do not reach \
+                 containers",
                 point.display()
             );
             vec![failed("kubelet", message, format!("mount --make-rshared {}", quoted(point)))]

@@ -84,7 +84,8 @@ fn refuse_incomplete(
 ) -> anyhow::Result<BlockDevice> {
     ensure!(
         options.redo,
-        "{} is left alone: an mkfs was interrupted before it had completed the file system; --redo makes it again",
+        "{} is left alone: an mkfs was interrupted before it had completed the file system; --redo makes it \
+         again",
         disk.device.display()
     );
     let without = BlockDevice { signatures: Vec::new(), has_data: false, ..device.clone() };
@@ -190,9 +191,9 @@ fn unit_text(disk: &PlannedDisk) -> String {
     // Values of units have % and \ as special characters.
     let place = disk.mount_point.to_string_lossy().replace('%', "%%").replace('\\', "\\\\");
     format!(
-        "# Written by shorthorn-agent disk init.\n[Unit]\nDescription=Disk of Shorthorn\nBefore=local-fs.target\n\n\
-         [Mount]\nWhat=/dev/disk/by-uuid/{}\nWhere={place}\nType={}\nOptions=noatime\n\n\
-         [Install]\nWantedBy=local-fs.target\n",
+        "# Written by shorthorn-agent disk init.\n[Unit]\nDescription=Disk of Shorthorn\n\
+         Before=local-fs.target\n\n[Mount]\nWhat=/dev/disk/by-uuid/{}\nWhere={place}\nType={}\n\
+         Options=noatime\n\n[Install]\nWantedBy=local-fs.target\n",
         disk.uuid,
         disk.filesystem.as_str()
     )

@@ -53,8 +53,8 @@ pub enum CsrError {
     },
     /// The request was not decided in time.
     #[error(
-        "the CertificateSigningRequest {name} of signer {SIGNER_NAME} was not signed within {} s: check that the \
-         controller runs", DECISION_LIMIT.as_secs()
+        "the CertificateSigningRequest {name} of signer {SIGNER_NAME} was not signed within {} s: check that \
+         the controller runs", DECISION_LIMIT.as_secs()
     )]
     Late {
         /// The request.

@@ -37,7 +37,8 @@ pub enum AnswerError {
     Trust(#[from] TrustError),
     /// The certificate is for another node, or not for a node.
     #[error(
-        "the signed certificate is for {found}, not for {expected}: check node_name in the agent's configuration"
+        "the signed certificate is for {found}, not for {expected}: check node_name in the agent's \
+         configuration"
     )]
     Name {
         /// The role in the certificate.
@@ -47,8 +48,9 @@ pub enum AnswerError {
     },
     /// Another CA than the remembered ones.
     #[error(
-        "the certificate is signed by another CA than the ones that {} remembers ({source}): this is another cluster, or \
-         an attack. To give this node to another cluster, stop the agent and remove that file", file.display()
+        "the certificate is signed by another CA than the ones that {} remembers ({source}): this is another \
+         cluster, or an attack. To give this node to another cluster, stop the agent and remove that file",
+        file.display()
     )]
     OtherAuthority {
         /// The file that remembers the CAs.

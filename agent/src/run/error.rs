@@ -50,8 +50,8 @@ pub enum RunError {
     },
     /// No directory for sockets has a path short enough.
     #[error(
-        "{path} is too long for a Unix socket, which has {longest} bytes at most: use a shorter directory, or set \
-         XDG_RUNTIME_DIR to one"
+        "{path} is too long for a Unix socket, which has {longest} bytes at most: use a shorter directory, \
+         or set XDG_RUNTIME_DIR to one"
     )]
     TooLong {
         /// The path that was tried last.

@@ -218,7 +218,11 @@ impl Process {
                 Ok(()) => return Ok(()),
                 // It may just have begun, or be about to end.
                 Err(error) => {
-                    tracing::debug!(role = %self.role, %error, "the control socket takes no request to stop: sending a signal")
+                    tracing::debug!(
+                        role = %self.role,
+                        %error,
+                        "the control socket takes no request to stop: sending a signal"
+                    )
                 }
             }
         }

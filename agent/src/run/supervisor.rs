@@ -118,7 +118,11 @@ impl Supervisor {
                 return Err(RunError::Ended { role: process.role.to_string(), message });
             }
             process.schedule_restart(status.success());
-            tracing::warn!(role = %process.role, failures = process.backoff.failures(), "ended, starting it again: {message}");
+            tracing::warn!(
+                role = %process.role,
+                failures = process.backoff.failures(),
+                "ended, starting it again: {message}"
+            );
         }
         Ok(())
     }

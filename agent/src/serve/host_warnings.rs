@@ -59,7 +59,8 @@ impl HostWarnings {
             Ok(Ok(warnings)) => warnings,
             Ok(Err(error)) => vec![format!("this host cannot be checked: {error}")],
             Err(_) => vec![format!(
-                "this host cannot be checked: no end within {limit:?}; a file system may hang: run shorthorn-agent check"
+                "this host cannot be checked: no end within {limit:?}; a file system may hang: run \
+                 shorthorn-agent check"
             )],
         };
         last.found = Some((Instant::now(), warnings.clone()));

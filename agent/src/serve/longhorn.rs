@@ -29,14 +29,15 @@ pub fn warnings(proc: &Path, device_dir: &Path, disks: &BTreeSet<PathBuf>) -> Ve
     let Some(program) = running(proc) else { return Vec::new() };
     let devices = (device_dir == Path::new(DEVICES)).then(|| {
         format!(
-            "{program} runs on this host, and both make devices in {DEVICES}: no volume of one may have the name of a volume of \
-             the other. Set device_dir of the agent to another directory unless Longhorn is about to go"
+            "{program} runs on this host, and both make devices in {DEVICES}: no volume of one may have the \
+             name of a volume of the other. Set device_dir of the agent to another directory unless Longhorn \
+             is about to go"
         )
     });
     let of_disk = |disk: &PathBuf| {
         format!(
-            "{program} runs on this host: if {} is a disk of its node too, its deletion of orphans removes replicas of \
-             Shorthorn. Remove the disk from the node in Longhorn, or stop Longhorn on this host",
+            "{program} runs on this host: if {} is a disk of its node too, its deletion of orphans removes \
+             replicas of Shorthorn. Remove the disk from the node in Longhorn, or stop Longhorn on this host",
             disk.display()
         )
     };
@@ -49,9 +50,10 @@ pub fn objection(proc: &Path, path: &Path, identity_file: &str) -> Option<String
     let program = running(proc)?;
     let path = path.display();
     Some(format!(
-        "{program} runs on this host, and {path} is a disk of Longhorn ({identity_file}): its deletion of orphans would remove \
-         replicas of Shorthorn. In Longhorn, disable scheduling on the disk, evict its replicas and remove it from the node; then \
-         delete {path}/{identity_file} and add the disk again. Or stop Longhorn on this host first"
+        "{program} runs on this host, and {path} is a disk of Longhorn ({identity_file}): its deletion of \
+         orphans would remove replicas of Shorthorn. In Longhorn, disable scheduling on the disk, evict its \
+         replicas and remove it from the node; then delete {path}/{identity_file} and add the disk again. Or \
+         stop Longhorn on this host first"
     ))
 }
 

@@ -129,10 +129,10 @@ fn write_kubelet(
     fs::write(dir.join("kubelet.pem"), chain_to_pem(std::slice::from_ref(certificate)) + &pem_of(key))
         .unwrap();
     let config = format!(
-        "apiVersion: v1\nkind: Config\nclusters:\n- name: k\n  cluster:\n    server: https://{address}\n    \
-         certificate-authority-data: {}\nusers:\n- name: u\n  user:\n    client-certificate: kubelet.pem\n    \
-         client-key: kubelet.pem\ncontexts:\n- name: c\n  context:\n    cluster: k\n    user: u\n\
-         current-context: c\n",
+        "apiVersion: v1\nkind: Config\nclusters:\n\
+         - name: k\n  cluster:\n    server: https://{address}\n    certificate-authority-data: {}\nusers:\n\
+         - name: u\n  user:\n    client-certificate: kubelet.pem\n    client-key: kubelet.pem\ncontexts:\n\
+         - name: c\n  context:\n    cluster: k\n    user: u\ncurrent-context: c\n",
         BASE64_STANDARD.encode(authority)
     );
     let path = dir.join("kubelet.conf");

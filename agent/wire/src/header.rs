@@ -476,7 +476,9 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_refused_or_within_bounds(mut bytes in prop::array::uniform32(any::<u8>()), opcode in 0u8..24) {
+        fn any_bytes_are_refused_or_within_bounds(
+            mut bytes in prop::array::uniform32(any::<u8>()), opcode in 0u8..24
+        ) {
             let mut whole = [0; HEADER_BYTES];
             bytes[..4].copy_from_slice(b"SHRN");
             (bytes[4], bytes[5]) = (VERSION, opcode);

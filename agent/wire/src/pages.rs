@@ -44,7 +44,8 @@ impl ExtentsPage {
                 }
                 _ => {
                     return Err(BadPage(format!(
-                        "an extent of {} bytes at {}, after {last_end_bytes}, in a layer of {layer_bytes} bytes",
+                        "an extent of {} bytes at {}, after {last_end_bytes}, in a layer of {layer_bytes} \
+                         bytes",
                         extent.length_bytes, extent.offset_bytes
                     )));
                 }
@@ -91,7 +92,8 @@ impl LayerList {
                 || !size_bytes.is_multiple_of(BLOCK_BYTES)
             {
                 return Err(BadPage(format!(
-                    "a layer {image} of {size_bytes} bytes above one of {below_bytes}, in a volume of {volume_bytes}"
+                    "a layer {image} of {size_bytes} bytes above one of {below_bytes}, in a volume of \
+                     {volume_bytes}"
                 )));
             }
             below_bytes = *size_bytes;
@@ -299,7 +301,9 @@ mod tests {
         #[test]
         fn extents_that_pass_lie_in_the_layer(
             list in prop::collection::vec((0u64..8, 0u64..4), 0..4),
-            odd in prop::option::of((0usize..4, prop::sample::select(vec![512, 1 << 40, u64::MAX - 4095, u64::MAX]))),
+            odd in prop::option::of(
+                (0usize..4, prop::sample::select(vec![512, 1 << 40, u64::MAX - 4095, u64::MAX]))
+            ),
             next_bytes in prop::option::of(0u64..100_000),
             layer_blocks in 0u64..8,
         ) {

@@ -132,14 +132,16 @@ impl<'a> Doctor<'a> {
 
     fn agents_answer(&self) -> Vec<SetupFinding> {
         if self.cluster.nodes.is_empty() {
-            let fix = "shorthornctl node add NAME --address HOST:PORT  # or start the controller with --node NAME=URL";
+            let fix = "shorthornctl node add NAME --address HOST:PORT  # or start the controller with --node \
+                       NAME=URL";
             return vec![failed("no node is known".to_owned(), fix.to_owned())];
         }
         let away = |(name, node): (&str, &Node)| {
             let ready = node.status.conditions.get(ConditionType::Ready);
             let ready = ready.filter(|ready| !ready.status)?;
             let fix = format!(
-                "systemctl status shorthorn-agent  # on node {name}; if it never comes back: shorthornctl node delete {name}"
+                "systemctl status shorthorn-agent  # on node {name}; if it never comes back: shorthornctl \
+                 node delete {name}"
             );
             Some(failed(format!("node {name}: {}", ready.message), fix))
         };
@@ -150,12 +152,14 @@ impl<'a> Doctor<'a> {
         let Controller { version, feature_level, .. } = self.controller;
         let other = |(name, info): (&str, &AgentInfo)| {
             let fix = format!(
-                "apt install ./shorthorn-agent_*.deb  # of {version}, on node {name}; or upgrade the controller to {}",
+                "apt install ./shorthorn-agent_*.deb  # of {version}, on node {name}; or upgrade the \
+                 controller to {}",
                 info.version
             );
             if info.feature_level < feature_level {
                 let message = format!(
-                    "the agent of node {name} ({}) lacks features that this controller uses: some calls are refused",
+                    "the agent of node {name} ({}) lacks features that this controller uses: some calls are \
+                     refused",
                     info.version
                 );
                 return Some(warned(message, fix));
@@ -229,8 +233,8 @@ impl<'a> Doctor<'a> {
                 findings.push(failed(
                     format!("no other node reaches the replicas on node {name}"),
                     format!(
-                        "sed -i '1i data_interface = \"eth1\"' /etc/shorthorn/agent.toml && systemctl restart \
-                         shorthorn-agent  # on node {name}, with the interface that others reach"
+                        "sed -i '1i data_interface = \"eth1\"' /etc/shorthorn/agent.toml && systemctl \
+                         restart shorthorn-agent  # on node {name}, with the interface that others reach"
                     ),
                 ));
             } else if let Some(other) = owners.insert(address, name) {
@@ -263,8 +267,13 @@ impl<'a> Doctor<'a> {
                     && !disk.uuid.is_empty()
                 {
                     findings.push(warned(
-                        format!("disk {path} of node {node} has the identity of disk {other} of node {node_of_other}"),
-                        format!("shorthornctl disk drain {node} {path}  # if it is the copy; format it before use"),
+                        format!(
+                            "disk {path} of node {node} has the identity of disk {other} of node \
+                             {node_of_other}"
+                        ),
+                        format!(
+                            "shorthornctl disk drain {node} {path}  # if it is the copy; format it before use"
+                        ),
                     ));
                 }
                 findings.extend(self.fullness(node, path, disk.total_bytes, disk.available_bytes));

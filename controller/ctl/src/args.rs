@@ -285,7 +285,9 @@ pub struct RebalanceArgs {
     /// Moves only replicas of these volumes; none: of all
     pub volumes: Vec<String>,
     /// Maximum number of concurrent moves; each is a full copy
-    #[arg(long, value_name = "NUMBER", default_value = "4", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(
+        long, value_name = "NUMBER", default_value = "4", value_parser = clap::value_parser!(u32).range(1..)
+    )]
     pub max_moves: u32,
     /// Shows the planned moves, and moves nothing
     #[arg(long, conflicts_with = "cancel")]

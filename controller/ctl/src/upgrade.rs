@@ -47,7 +47,9 @@ pub enum UpgradeCommand {
 #[derive(Debug, Args)]
 pub struct EnginesArgs {
     /// Maximum number of engines that are replaced at the same time, on all nodes together
-    #[arg(long, value_name = "NUMBER", default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(
+        long, value_name = "NUMBER", default_value = "1", value_parser = clap::value_parser!(u32).range(1..)
+    )]
     pub max_parallel: u32,
     /// Replaces only engines on this node; can be given several times
     #[arg(long = "node", value_name = "NODE")]

@@ -40,13 +40,17 @@ pub fn documents(namespace: &str) -> Vec<Value> {
             json!([
                 { "apiGroups": ["apiextensions.k8s.io"], "apiVersions": ["*"], "operations": ["DELETE"],
                   "resources": ["customresourcedefinitions"] },
-                { "apiGroups": [""], "apiVersions": ["*"], "operations": ["DELETE"], "resources": ["namespaces"] },
+                {
+                    "apiGroups": [""], "apiVersions": ["*"], "operations": ["DELETE"],
+                    "resources": ["namespaces"]
+                },
             ]),
             &own_kinds(namespace),
             &json!([{
                 "expression": "false",
-                "messageExpression": "'volume ' + params.metadata.name + ' is there, and would go with all its data: delete the \
-                                      volumes first, each by its claim or with shorthornctl volume delete'",
+                "messageExpression": "'volume ' + params.metadata.name + ' is there, and would go with all \
+                                      its data: delete the volumes first, each by its claim or with \
+                                      shorthornctl volume delete'",
                 "reason": "Forbidden",
             }]),
         ),
@@ -59,8 +63,10 @@ pub fn documents(namespace: &str) -> Vec<Value> {
 /// # Errors
 /// The YAML library cannot write it.
 pub fn yaml(namespace: &str) -> Result<String, serde_saphyr::ser::Error> {
-    let mut text = "# Refuses deletions and detachments of volumes by mistake. Kubernetes 1.30 or later. Made by shorthorn-controller deletion-guard.\n"
-        .to_owned();
+    let mut text =
+        "# Refuses deletions and detachments of volumes by mistake. Kubernetes 1.30 or later. Made by \
+         shorthorn-controller deletion-guard.\n"
+            .to_owned();
     for document in documents(namespace) {
         text.push_str("---\n");
         text.push_str(&serde_saphyr::to_string(&document)?);
@@ -73,8 +79,8 @@ fn volume_rules() -> Value {
         {
             "expression": "!has(oldObject.status) || !has(oldObject.status.persistentVolume)",
             "messageExpression": "'volume ' + oldObject.metadata.name + ' is PersistentVolume ' + \
-                                  oldObject.status.persistentVolume + ': delete its claim, or that PersistentVolume if it is \
-                                  released and kept'",
+                                  oldObject.status.persistentVolume + ': delete its claim, or that \
+                                  PersistentVolume if it is released and kept'",
             "reason": "Forbidden",
         },
         {
@@ -94,8 +100,9 @@ fn attachment_rules() -> Value {
                        !has(oldObject.status) || !has(oldObject.status.persistentVolume) || \
                        (has(object.spec.nodeID) && object.spec.nodeID == oldObject.spec.nodeID)",
         "messageExpression": "'volume ' + oldObject.metadata.name + ' is PersistentVolume ' + \
-                              oldObject.status.persistentVolume + ', which is attached to node ' + oldObject.spec.nodeID + \
-                              ': delete the pods that use it; shorthornctl volume detach --force detaches it anyway'",
+                              oldObject.status.persistentVolume + ', which is attached to node ' + \
+                              oldObject.spec.nodeID + ': delete the pods that use it; shorthornctl volume \
+                              detach --force detaches it anyway'",
         "reason": "Forbidden",
     }])
 }
@@ -110,7 +117,8 @@ fn not_a_controller(namespace: &str) -> Value {
     let mut conditions = not_the_controller(namespace);
     let manager = FIELD_MANAGER;
     let expression = format!(
-        "!has(request.options) || !has(request.options.fieldManager) || request.options.fieldManager != '{manager}'"
+        "!has(request.options) || !has(request.options.fieldManager) || request.options.fieldManager != \
+         '{manager}'"
     );
     if let Some(all) = conditions.as_array_mut() {
         all.push(json!({ "name": "not-a-controller-elsewhere", "expression": expression }));
@@ -130,7 +138,9 @@ fn own_kinds(namespace: &str) -> Value {
 }
 
 fn rule(operation: &str) -> Value {
-    json!([{ "apiGroups": [GROUP], "apiVersions": ["*"], "operations": [operation], "resources": ["volumes"] }])
+    json!(
+        [{ "apiGroups": [GROUP], "apiVersions": ["*"], "operations": [operation], "resources": ["volumes"] }]
+    )
 }
 
 fn policy(
@@ -298,7 +308,11 @@ mod tests {
 
     #[test]
     fn a_volume_that_kubernetes_needs_or_that_is_attached_is_not_deleted() {
-        let volume = |spec: Value, status: Value| json!({ "metadata": { "name": "v" }, "spec": spec, "status": status });
+        let volume = |spec: Value, status: Value| {
+            json!(
+                { "metadata": { "name": "v" }, "spec": spec, "status": status }
+            )
+        };
         let deleted = |user, object: &Value| refusals(&delete(user, "volumes", object), &[]);
         let none = Vec::<String>::new();
         assert_eq!(deleted("ann", &json!({ "metadata": { "name": "v" }, "spec": {} })), none);

@@ -121,7 +121,10 @@ impl GuardPods {
                 }
                 Err(error) => {
                     failures += 1;
-                    tracing::warn!(%error, "guard pods are not as they should be: a drain may not wait for volumes");
+                    tracing::warn!(
+                        %error,
+                        "guard pods are not as they should be: a drain may not wait for volumes"
+                    );
                     Some(backoff(failures))
                 }
             };

@@ -43,7 +43,11 @@ pub async fn run(client: Client, namespace: String, pod: String, mut leads: watc
             }
             Err(error) => {
                 if was_well {
-                    tracing::warn!(%error, pod, "the label {LEADER_LABEL} of the pods is not set; is rbac.yaml applied?");
+                    tracing::warn!(
+                        %error,
+                        pod,
+                        "the label {LEADER_LABEL} of the pods is not set; is rbac.yaml applied?"
+                    );
                 }
                 tokio::time::sleep(RETRY).await;
             }
@@ -109,7 +113,11 @@ mod tests {
             }
             let mut labels = self.labels.lock().unwrap();
             *self.calls.lock().unwrap() += 1;
-            let pod = |name: &str, label: &Option<String>| json!({ "metadata": { "name": name, "labels": { LEADER_LABEL: label } } });
+            let pod = |name: &str, label: &Option<String>| {
+                json!(
+                    { "metadata": { "name": name, "labels": { LEADER_LABEL: label } } }
+                )
+            };
             if method == Method::GET {
                 let labelled = labels.iter().filter(|(_, label)| label.is_some());
                 let items: Vec<Value> = labelled.map(|(name, label)| pod(name, label)).collect();

@@ -111,7 +111,8 @@ fn show_leader(is_leading: bool, page: &mut MetricsPage) {
 fn show_expiry((authority_s, own_s): (u64, u64), page: &mut MetricsPage) {
     let expiry = page.gauges(
         "shorthorn_controller_certificate_expiry_seconds",
-        "Seconds since 1970 at which the certificate of the CA (ca) or of this controller (controller) expires",
+        "Seconds since 1970 at which the certificate of the CA (ca) or of this controller (controller) \
+         expires",
     );
     expiry.set(&[("certificate", "ca")], authority_s);
     expiry.set(&[("certificate", "controller")], own_s);

@@ -178,11 +178,15 @@ mod tests {
             "places": [{ "path": "/a", "x": { "y": 3 } }, { "path": "/b" }] });
         let known = json!({ "conditions": [{ "type": "A", "s": true }, { "type": "New", "x": 1 }],
             "places": [{ "path": "/a" }, { "path": "/b" }] });
-        let new = json!({ "conditions": [{ "type": "B", "s": true }, { "type": "A", "s": false }, { "type": "New", "x": 1 }],
+        let new = json!({ "conditions": [
+            { "type": "B", "s": true }, { "type": "A", "s": false }, { "type": "New", "x": 1 }
+        ],
             "places": [{ "path": "/c" }, { "path": "/b" }] });
         assert_eq!(
             kept(&stored, &known, &new),
-            json!({ "conditions": [{ "type": "B", "s": true }, { "type": "A", "s": false, "x": [2] }, { "type": "New", "x": 1 }],
+            json!({ "conditions": [
+                { "type": "B", "s": true }, { "type": "A", "s": false, "x": [2] }, { "type": "New", "x": 1 }
+            ],
                 "places": [{ "path": "/c", "x": { "y": 3 } }, { "path": "/b" }] })
         );
         let fewer = json!({ "conditions": [], "places": [{ "path": "/b" }] });
@@ -203,7 +207,8 @@ mod tests {
         );
         let text = keep(&stored, &json!({ "a": 1, "in": {} }), &json!({ "a": 2, "in": {} })).unwrap();
         let expected = format!(
-            "{{\"a\":2,\"in\":{{\"l\\\"a}}ter\":[ {big}, 0.1000000000000000055511151231257827 ]}},\"b\":{big}}}"
+            "{{\"a\":2,\"in\":{{\"l\\\"a}}ter\":[ {big}, 0.1000000000000000055511151231257827 \
+             ]}},\"b\":{big}}}"
         );
         assert_eq!(text, expected);
         assert_eq!(keep("{\"a\":1", &json!({}), &json!({})), None);
@@ -228,7 +233,11 @@ mod tests {
     proptest! {
         #[test]
         fn the_text_is_taken_apart_and_put_together_again(stored in value(), pretty in any::<bool>()) {
-            let text = if pretty { serde_json::to_string_pretty(&stored) } else { serde_json::to_string(&stored) };
+            let text = if pretty {
+                serde_json::to_string_pretty(&stored)
+            } else {
+                serde_json::to_string(&stored)
+            };
             let same = keep(&text.unwrap(), &stored, &stored).unwrap();
             prop_assert_eq!(serde_json::from_str::<Value>(&same).unwrap(), stored);
         }

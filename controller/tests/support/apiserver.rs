@@ -75,13 +75,15 @@ impl StandIn {
             Some(Value::String(text)) => ("200 OK", text),
             Some(object) => ("200 OK", object.to_string()),
             None => {
-                let status = json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-                    "message": format!("{path} is not there"), "reason": "NotFound", "code": 404 });
+                let status = json!({ "kind": "Status", "apiVersion": "v1", "metadata": {},
+                    "status": "Failure", "message": format!("{path} is not there"),
+                    "reason": "NotFound", "code": 404 });
                 ("404 Not Found", status.to_string())
             }
         };
         let answer = format!(
-            "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}",
+            "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\
+             connection: close\r\n\r\n{body}",
             body.len()
         );
         stream.write_all(answer.as_bytes()).await.unwrap();

@@ -105,8 +105,8 @@ pub enum AuthorityError {
     Sign(String),
     /// More than the CA keeps a record of.
     #[error(
-        "{ISSUED_MAX} certificates are valid, or {ISSUED_PER_ROLE_MAX} of this role: revoke those of the role, \
-         or wait until some expire"
+        "{ISSUED_MAX} certificates are valid, or {ISSUED_PER_ROLE_MAX} of this role: revoke those of the \
+         role, or wait until some expire"
     )]
     TooManyIssued,
     /// More than a trust list has room for.

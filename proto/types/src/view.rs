@@ -251,7 +251,8 @@ mod tests {
             ids in vec(any::<u64>(), 0..=MAX_MEMBERS),
         ) {
             let id = ViewId { generation: Generation::new(attach, restart).of_nonce(nonce), number };
-            let view = View { id, members: Members::new(ids.into_iter().map(ReplicaId::from_random)).unwrap() };
+            let members = Members::new(ids.into_iter().map(ReplicaId::from_random)).unwrap();
+            let view = View { id, members };
             prop_assert_eq!(view.to_string().parse::<View>(), Ok(view));
         }
 

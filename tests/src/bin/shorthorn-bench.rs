@@ -159,7 +159,8 @@ fn print_costs(measured: Vec<CostFigure>, turns: u32, what: &str) {
         shares.sort_by(f64::total_cmp);
         let quarter = shares.len() / 4;
         println!(
-            "  {workload:<32} {:>7.0} against {:>7.0} requests/s: {:.1} %, half of the turns {:.1} to {:.1} %",
+            "  {workload:<32} {:>7.0} against {:>7.0} requests/s: {:.1} %, half of the turns {:.1} to {:.1} \
+             %",
             median(&of(|one| one.with)),
             median(&of(|one| one.without)),
             median(&shares),
@@ -179,14 +180,15 @@ fn rebuilding(arguments: &Arguments) -> Result<()> {
     let mib = f64::from(1 << 20);
     println!("\nrebuilding, 3 replicas, medians of {} rounds", arguments.rounds);
     println!(
-        "  rebuilding alone                 {:>7.0} MiB/s, {:.0} % of the client's sequential writes ({:.0} MiB/s)",
+        "  rebuilding alone                 {:>7.0} MiB/s, {:.0} % of the client's sequential writes ({:.0} \
+         MiB/s)",
         of(&|one| one.copied_bytes_per_s) / mib,
         of(&|one| one.copied_bytes_per_s / one.written_bytes_per_s) * 100.0,
         of(&|one| one.written_bytes_per_s) / mib,
     );
     println!(
-        "  rebuilding beside random writes  {:>7.0} MiB/s; the writes have {:.0} % of their speed with nothing copied \
-         ({:.0} of {:.0} requests/s, {:.0} with all replicas)",
+        "  rebuilding beside random writes  {:>7.0} MiB/s; the writes have {:.0} % of their speed with \
+         nothing copied ({:.0} of {:.0} requests/s, {:.0} with all replicas)",
         of(&|one| one.copied_beside_bytes_per_s) / mib,
         of(&|one| one.beside_rebuild / one.degraded) * 100.0,
         of(&|one| one.beside_rebuild),

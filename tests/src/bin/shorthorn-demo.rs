@@ -84,8 +84,8 @@ fn show(host: &VmHost, steps: &mut Steps) -> Result<()> {
 
     steps.say("Starting a load: fio writes, and reads everything back to check it")?;
     let load = host.spawn(
-        "fio --name=load --directory=/mnt/demo --size=16m --rw=randwrite --bs=4k --ioengine=libaio --direct=1 \
-         --iodepth=8 --verify=crc32c --verify_fatal=1 --loops=4 --output-format=terse",
+        "fio --name=load --directory=/mnt/demo --size=16m --rw=randwrite --bs=4k --ioengine=libaio \
+         --direct=1 --iodepth=8 --verify=crc32c --verify_fatal=1 --loops=4 --output-format=terse",
     )?;
     let replicas = host.replica_units("demo")?;
     let victim = replicas.first().context("no replica runs")?;

@@ -127,8 +127,8 @@ fn soak(arguments: &Arguments) -> Result<bool> {
         stops_early: arguments.stop_early,
     };
     let replay = format!(
-        "shorthorn-soak --seed {seed} --faults {} --volumes {} --longest {} --frontend {} --replica-timeout-ms \
-         {replica_timeout_ms}{}",
+        "shorthorn-soak --seed {seed} --faults {} --volumes {} --longest {} --frontend {} \
+         --replica-timeout-ms {replica_timeout_ms}{}",
         options.faults,
         options.volumes,
         arguments.longest,

@@ -25,9 +25,9 @@ pub fn run_in_vm(kernel: Kernel, arguments: &[String], limit: Duration) -> Resul
     host.vm.sh(MODULES).context("loading modules")?;
     let line = arguments.join(" ");
     let script = format!(
-        "uname -r; SHORTHORN_BIN_DIR=/usr/bin shorthorn-soak {line} --dir /var/lib/longhorn 2>&1; code=$?; \
-         [ $code = 0 ] || {{ tail -n {LOG_LINES} /var/lib/longhorn/soak*/v*/*.log; dmesg | tail -n {LOG_LINES}; }}; \
-         exit $code"
+        "uname -r; SHORTHORN_BIN_DIR=/usr/bin shorthorn-soak {line} --dir /var/lib/longhorn 2>&1; code=$?; [ \
+         $code = 0 ] || {{ tail -n {LOG_LINES} /var/lib/longhorn/soak*/v*/*.log; dmesg | tail -n \
+         {LOG_LINES}; }}; exit $code"
     );
     Ok(host.vm.command(&script).limit(limit).run_streaming(print_output)?.success())
 }

@@ -210,7 +210,9 @@ mod tests {
                             covered.remove(&region);
                         }
                     }
-                    Deed::Turn | Deed::CoolDown if covered_by_flush.is_none() && !may_clear && !is_clearing => {
+                    Deed::Turn | Deed::CoolDown
+                        if covered_by_flush.is_none() && !may_clear && !is_clearing =>
+                    {
                         if matches!(deed, Deed::CoolDown) {
                             intent.cool_down();
                         }

@@ -18,7 +18,8 @@ pub enum EncryptionError {
     Tls(#[from] TlsError),
     /// The replica does not offer encryption.
     #[error(
-        "the volume encrypts in transit, and the replica does not: upgrade shorthorn-agent on its node, then restart the replica"
+        "the volume encrypts in transit, and the replica does not: upgrade shorthorn-agent on its node, then \
+         restart the replica"
     )]
     NotOffered,
     /// The replica answers in clear that it cannot encrypt. Nothing proves the message.

@@ -87,8 +87,13 @@ impl EngineContext {
         match finish(forget_in_vain(self, &mut connection, &welcome)) {
             // The connection is as good as before; the next handshake tries again.
             Err(ConnectError::Refused { message, .. }) => {
-                tracing::warn!(volume = %self.connector.volume, replica = %to.replica, tracks = %welcome.tracks, message, "a \
-                 replica still has out-of-sync sets of removed replicas");
+                tracing::warn!(
+                    volume = %self.connector.volume,
+                    replica = %to.replica,
+                    tracks = %welcome.tracks,
+                    message,
+                    "a replica still has out-of-sync sets of removed replicas"
+                );
             }
             forgotten => forgotten?,
         }

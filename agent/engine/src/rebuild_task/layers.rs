@@ -235,8 +235,14 @@ impl RebuildTask {
         if lost_bytes > 0 {
             let (volume, source, image) =
                 (&self.context.connector.volume, layer.source.address.replica, layer.image);
-            tracing::error!(%volume, %source, image, lost_bytes, "no member has a sound copy of some blocks of a \
-                 snapshot: the new replica knows them as damaged; restore them from a backup");
+            tracing::error!(
+                %volume,
+                %source,
+                image,
+                lost_bytes,
+                "no member has a sound copy of some blocks of a snapshot: the new replica knows them as \
+                 damaged; restore them from a backup"
+            );
         }
     }
 

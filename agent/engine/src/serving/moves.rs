@@ -250,11 +250,13 @@ mod tests {
                 let view_members = away + peers.iter().filter(|peering| peering.is_member).count();
                 let before = moves.under_way.clone();
                 let taken: Vec<usize> =
-                    moves.take(view_members, &peers, TIMEOUT_MS).iter().map(|(peer, _)| usize::from(*peer)).collect();
+                    moves.take(view_members, &peers, TIMEOUT_MS)
+                        .iter().map(|(peer, _)| usize::from(*peer)).collect();
                 let prompt = taken.iter().filter(|peer| peers[**peer].answers()).count();
                 if prompt > 0 {
                     prop_assert!(before.is_empty() && prompt == 1, "{taken:?} beside {before:?}");
-                    let stay = (0..MAX_MEMBERS).filter(|peer| peers[*peer].answers() && !taken.contains(peer));
+                    let stay = (0..MAX_MEMBERS)
+                        .filter(|peer| peers[*peer].answers() && !taken.contains(peer));
                     prop_assert!(2 * stay.count() > view_members, "{taken:?} of {peers:?}");
                 }
             }

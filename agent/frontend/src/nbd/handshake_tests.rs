@@ -159,11 +159,13 @@ proptest! {
 
     #[test]
     fn pieces_give_the_same_as_the_whole(cuts in proptest::collection::vec(1usize..40, 1..40)) {
-        let sent = [option(8, b""), option(5, b"tls"), option(3, b""), option(7, &go("vol-1", &[1, 3]))].concat();
+        let sent = [option(8, b""), option(5, b"tls"), option(3, b""), option(7, &go("vol-1", &[1, 3]))]
+            .concat();
         let whole = client(&sent);
         let mut handshake = Handshake::new();
         run(&mut handshake, &[0, 0, 0, 3]);
-        let (mut output, mut input, mut sent, mut last) = (Vec::new(), Vec::new(), sent.as_slice(), Next::Wait);
+        let (mut output, mut input) = (Vec::new(), Vec::new());
+        let (mut sent, mut last) = (sent.as_slice(), Next::Wait);
         for cut in cuts.into_iter().cycle() {
             let (piece, rest) = sent.split_at(cut.min(sent.len()));
             input.extend(piece);

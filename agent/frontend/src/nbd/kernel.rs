@@ -77,7 +77,9 @@ pub fn prepare_nbd(spec: &FrontendSpec, handed_over: Vec<QueueSocket>) -> Result
     })?;
     if let Some(partitions) = modules::nbd_partitions_max().filter(|max| *max > 0) {
         let remedy = modules::NBD_PARTITIONS_REMEDY;
-        tracing::warn!(volume = %spec.volume, partitions, "the kernel reads partition tables of NBD devices; {remedy}");
+        tracing::warn!(
+            volume = %spec.volume, partitions, "the kernel reads partition tables of NBD devices; {remedy}"
+        );
     }
     let backend = backend_of(&spec.volume);
     let recovered = recover_or_clear(spec, &backend)?;
@@ -96,7 +98,10 @@ pub fn prepare_nbd(spec: &FrontendSpec, handed_over: Vec<QueueSocket>) -> Result
     let mut handed_over = link::living(handed_over, record.queues);
     let taken = handed_over.iter().flatten().count();
     if recovered.is_some() {
-        tracing::info!(volume = %spec.volume, taken, queues = record.queues, "nbd: sockets of the last engine are used on");
+        tracing::info!(
+            volume = %spec.volume, taken, queues = record.queues,
+            "nbd: sockets of the last engine are used on"
+        );
     }
     for socket in &mut handed_over {
         let ours = match socket.take() {
@@ -325,7 +330,9 @@ impl Device for NbdDevice {
         self.record.kernel_id = Some(index);
         let mut events = new.then(Events::listen);
         if let Err(error) = sysfs::announce(index) {
-            tracing::warn!(index, %error, "nbd: cannot announce the device to udev: its rules may not have matched");
+            tracing::warn!(
+                index, %error, "nbd: cannot announce the device to udev: its rules may not have matched"
+            );
             events = None;
         }
         let path = self.connect_device(index, new, events.as_ref());

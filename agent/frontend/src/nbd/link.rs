@@ -130,7 +130,11 @@ pub(super) fn spawn_reconnect(
                 }
                 // The queue finds its end closed, and tries again with a new pair.
                 Err(error) => {
-                    tracing::warn!(device = target.index, %error, "nbd: a broken connection can not be replaced yet");
+                    tracing::warn!(
+                        device = target.index,
+                        %error,
+                        "nbd: a broken connection can not be replaced yet"
+                    );
                 }
             }
         }

@@ -336,7 +336,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_read_without_panic(bytes in proptest::collection::vec(any::<u8>(), 0..100), kind: u16) {
+        fn any_bytes_are_read_without_panic(
+            bytes in proptest::collection::vec(any::<u8>(), 0..100), kind: u16
+        ) {
             let _ = attribute(&bytes, kind);
             // Each message takes at least its header, so this ends.
             prop_assert!(Messages(&bytes).count() <= bytes.len() / MESSAGE_HEADER_BYTES + 1);

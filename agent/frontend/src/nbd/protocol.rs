@@ -316,7 +316,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_read_without_panic(bytes in proptest::collection::vec(any::<u8>(), 0..64), magic: bool) {
+        fn any_bytes_are_read_without_panic(
+            bytes in proptest::collection::vec(any::<u8>(), 0..64), magic: bool
+        ) {
             let mut bytes = bytes;
             if magic {
                 bytes.splice(..bytes.len().min(4), REQUEST_MAGIC.to_be_bytes());
@@ -329,7 +331,9 @@ mod tests {
         }
 
         #[test]
-        fn what_passes_the_check_is_inside_the_volume(kind in 0u16..8, flags in 0u16..4, offset: u64, length: u32) {
+        fn what_passes_the_check_is_inside_the_volume(
+            kind in 0u16..8, flags in 0u16..4, offset: u64, length: u32
+        ) {
             let request = header(kind, flags, offset, length);
             if request.check(SIZE).is_ok() && !matches!(request.kind, CommandKind::Disconnect) {
                 prop_assert!(request.offset_bytes + u64::from(request.length_bytes) <= SIZE);

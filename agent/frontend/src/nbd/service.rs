@@ -49,7 +49,10 @@ impl Service {
 
     /// Ends connection `id`, which has chosen no export. Its place is free soon.
     pub(super) fn end_negotiation(&mut self, io: &mut QueueIo<'_>, id: u16) {
-        tracing::info!(volume = %self.shared.export.name, "an NBD client that has chosen no export makes room for another one");
+        tracing::info!(
+            volume = %self.shared.export.name,
+            "an NBD client that has chosen no export makes room for another one"
+        );
         self.with(id, io, |connection, _, _| connection.leave());
     }
 

@@ -142,7 +142,9 @@ mod tests {
         /// Claims and returns slots in any order. Granted claims find their slots, the queue advances as soon
         /// as all slots are returned, and no slot is lost.
         #[test]
-        fn slots_are_neither_lost_nor_doubled(steps in proptest::collection::vec((0u16..4, 0u16..6), 0..200)) {
+        fn slots_are_neither_lost_nor_doubled(
+            steps in proptest::collection::vec((0u16..4, 0u16..6), 0..200)
+        ) {
             let mut share = SlotShare::new(9, 4);
             let mut held: Vec<Vec<u16>> = vec![vec![]; 4];
             for (connection, count) in steps {

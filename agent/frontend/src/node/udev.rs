@@ -44,7 +44,10 @@ impl Events {
         let monitor =
             builder.and_then(|builder| builder.match_subsystem("block")).and_then(MonitorBuilder::listen);
         if let Err(error) = &monitor {
-            tracing::warn!(%error, "no events of block devices: looking at them every {POLL_INTERVAL:?} instead");
+            tracing::warn!(
+                %error,
+                "no events of block devices: looking at them every {POLL_INTERVAL:?} instead"
+            );
         }
         Events { monitor: monitor.ok(), has_udev }
     }

@@ -90,7 +90,11 @@ impl UblkQueue {
         }
         let Some(device) = &self.device else { return Err(io::ErrorKind::NotConnected.into()) };
         if let Err(error) = privilege::drop_sys_admin() {
-            tracing::warn!(%error, queue = self.queue, "the kernel may look for partitions in the volume: CAP_SYS_ADMIN cannot be given up");
+            tracing::warn!(
+                %error,
+                queue = self.queue,
+                "the kernel may look for partitions in the volume: CAP_SYS_ADMIN cannot be given up"
+            );
         }
         // Not earlier: the driver lets no other process map them any more.
         let mapped = Descriptors::map(device.as_fd(), self.queue, depth);
@@ -420,12 +424,16 @@ mod tests {
             sectors in prop_oneof![0u32..1 << 17, any::<u32>()],
             max_io_bytes in prop_oneof![Just(512u32 << 10), Just(1 << 20), Just(4 << 20)],
         ) {
-            if let Ok((request, success)) = translate(0, descriptor(op_flags, start, sectors), max_io_bytes, SIZE) {
+            if let Ok((request, success)) = translate(
+                0, descriptor(op_flags, start, sectors), max_io_bytes, SIZE
+            ) {
                 prop_assert!(request.range.end() <= SIZE);
                 let data = matches!(request.operation, Operation::Read | Operation::Write { .. });
                 let limit = if data { max_io_bytes.min(MAX_IO_BYTES) } else { MAX_ZERO_BYTES };
                 prop_assert!(request.range.length() <= u64::from(limit));
-                prop_assert_eq!(u64::try_from(success).unwrap(), if data { request.range.length() } else { 0 });
+                prop_assert_eq!(
+                    u64::try_from(success).unwrap(), if data { request.range.length() } else { 0 }
+                );
             }
         }
     }

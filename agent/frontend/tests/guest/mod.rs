@@ -47,8 +47,8 @@ impl Guest {
     pub fn command(&self, name: &str, options: &str) -> String {
         let frontend = self.frontend;
         format!(
-            "memory_device --frontend {frontend} --volume {name} --size {SIZE_BYTES} --backing /mem/{name}.data \
-             --state /mem/{name}.state {options}"
+            "memory_device --frontend {frontend} --volume {name} --size {SIZE_BYTES} --backing \
+             /mem/{name}.data --state /mem/{name}.state {options}"
         )
     }
 
@@ -58,7 +58,8 @@ impl Guest {
         // Its output shows the start and the end. A loop in the machine would take the processors from
         // the process that it waits for.
         let server = self.vm.spawn(&format!(
-            "{command} </dev/null 2>/mem/{name}.err & echo $!; wait $! || {{ echo ended; cat /mem/{name}.err; }}"
+            "{command} </dev/null 2>/mem/{name}.err & echo $!; wait $! || {{ echo ended; cat \
+             /mem/{name}.err; }}"
         ))?;
         let text = || server.output_so_far().text();
         // The process id, and the line that says that the device is ready, or that the process has ended.
@@ -139,9 +140,10 @@ impl Guest {
     /// Its report is /mem/fio.json.
     pub fn start_fio(&self, target: &str, mode: &str, seconds: u32) -> Result<Running> {
         let command = format!(
-            "cd /mem && fio --name=verify --filename={target} --size=96m --rw={mode} --bsrange=4k-64k --blockalign=4k --direct=1 \
-             --ioengine=libaio --iodepth=16 --time_based --runtime={seconds} --verify=crc32c --verify_backlog=256 \
-             --verify_fatal=1 --output-format=json --output=/mem/fio.json"
+            "cd /mem && fio --name=verify --filename={target} --size=96m --rw={mode} --bsrange=4k-64k \
+             --blockalign=4k --direct=1 --ioengine=libaio --iodepth=16 --time_based --runtime={seconds} \
+             --verify=crc32c --verify_backlog=256 --verify_fatal=1 --output-format=json \
+             --output=/mem/fio.json"
         );
         self.vm.command(&command).limit(10 * MINUTE).spawn()
     }

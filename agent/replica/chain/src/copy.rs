@@ -215,7 +215,9 @@ mod tests {
         /// A list with any sizes is refused, or its sizes rise to that of the volume.
         #[test]
         fn accepted_sizes_rise_to_that_of_the_volume(
-            sizes in prop::array::uniform3(prop::sample::select(vec![0, 1, 4096, 8192, 12288, 1 << 62, u64::MAX])),
+            sizes in prop::array::uniform3(
+                prop::sample::select(vec![0, 1, 4096, 8192, 12288, 1 << 62, u64::MAX])
+            ),
             volume_bytes in prop::sample::select(vec![0, 4096, 8192, 12288]),
         ) {
             let mut layers = chain();

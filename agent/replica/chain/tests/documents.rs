@@ -8,10 +8,10 @@ use shorthorn_chain::{
     DiskMeta, FileRef, ImageName, OperationIntent, VolumeMeta, classify, with_check, without_check,
 };
 
-const VOLUME: &str = "{\"Size\":67108864,\"Head\":\"volume-head-002.img\",\"Dirty\":false,\"Rebuilding\":true,\"Error\":\"\",\
-    \"Parent\":\"volume-snap-s2.img\",\"SectorSize\":512,\"BackingFilePath\":\"\",\"Encrypted\":false,\"ShorthornRebuilding\":false}\n";
-const DISK: &str = "{\"Name\":\"volume-head-001.img\",\"Parent\":\"volume-snap-s1.img\",\"Removed\":false,\"UserCreated\":true,\
-    \"Created\":\"2026-11-20T23:36:34Z\",\"Labels\":{\"a\":\"b\"}}\n";
+const VOLUME: &str = "{\"Size\":67108864,\"Head\":\"volume-head-002.img\",\"Dirty\":false,\"Rebuilding\":true,\"Error\":\"\",\"Parent\":\"volume-snap-s2.img\",\"SectorSize\":512,\"BackingFilePath\":\"\",\"Encrypted\":false,\"ShorthornRebuilding\":false}\n\
+                      ";
+const DISK: &str = "{\"Name\":\"volume-head-001.img\",\"Parent\":\"volume-snap-s1.img\",\"Removed\":false,\"UserCreated\":true,\"Created\":\"2026-11-20T23:36:34Z\",\"Labels\":{\"a\":\"b\"}}\n\
+                    ";
 
 /// Returns all documents that a program of ours writes, without a check.
 fn documents() -> Vec<Vec<u8>> {
@@ -105,7 +105,9 @@ proptest! {
     }
 
     #[test]
-    fn a_changed_document_is_refused_or_written_again(kind in any::<prop::sample::Index>(), edits in edits()) {
+    fn a_changed_document_is_refused_or_written_again(
+        kind in any::<prop::sample::Index>(), edits in edits()
+    ) {
         let mut bytes = kind.get(&documents()).clone();
         apply(&mut bytes, &edits);
         check_every_kind(&bytes);

@@ -104,7 +104,9 @@ proptest! {
 
     /// The numbers in a header that would overflow.
     #[test]
-    fn the_largest_numbers_are_no_trouble(at in prop::sample::select(vec![12usize, 24, 32, 40, 48, 56]), page in 0..PAGES) {
+    fn the_largest_numbers_are_no_trouble(
+        at in prop::sample::select(vec![12usize, 24, 32, 40, 48, 56]), page in 0..PAGES
+    ) {
         let mut bytes = file();
         let from = page * PAGE_BYTES + at;
         bytes[from..from + 4].fill(0xff);

@@ -230,7 +230,10 @@ impl Executor {
     /// extents of a layer.
     pub(super) fn not_planned(&mut self, error: &StoreError) -> Errno {
         if self.read_failures == 0 {
-            tracing::warn!(%error, "a request could not be planned; later failures are answered but not logged");
+            tracing::warn!(
+                %error,
+                "a request could not be planned; later failures are answered but not logged"
+            );
         }
         self.read_failures += 1;
         error.errno()

@@ -43,7 +43,8 @@ impl Executor {
                     tracing::warn!(
                         image,
                         reason,
-                        "the checksums of a snapshot are damaged and ignored; a scrub makes those again on which all members agree"
+                        "the checksums of a snapshot are damaged and ignored; a scrub makes those again on \
+                         which all members agree"
                     );
                     None
                 }

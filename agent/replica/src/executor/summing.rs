@@ -131,7 +131,10 @@ impl Executor {
                 self.block_sums.schedule.wait_until(Instant::now() + SUM_SEARCH_PAUSE);
             }
             Err(error) => {
-                tracing::warn!(%error, "which regions hold data could not be found out: blocks are summed after they are written");
+                tracing::warn!(
+                    %error,
+                    "which regions hold data could not be found out: blocks are summed after they are written"
+                );
                 self.block_sums.schedule.searched_to(None);
             }
         }

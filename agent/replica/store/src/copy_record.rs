@@ -354,7 +354,9 @@ mod tests {
         #[test]
         fn a_changed_record_is_refused_or_written_again(
             at in any::<prop::sample::Index>(),
-            new in prop::sample::select(vec!["0", "9", "99999999999999999999", "-1", "\"", "{", "]", "../", "true", "\0", ""]),
+            new in prop::sample::select(
+                vec!["0", "9", "99999999999999999999", "-1", "\"", "{", "]", "../", "true", "\0", ""]
+            ),
             removed in 0usize..6,
         ) {
             let mut bytes = file();

@@ -237,7 +237,11 @@ fn stream_error(error: std::io::Error) -> StoreError {
 fn refuse_inside(path: &Path, directory: &Directory) -> Result<()> {
     let parent =
         path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."));
-    let same = |one: &Path, other: &Path| matches!((one.canonicalize(), other.canonicalize()), (Ok(one), Ok(other)) if one == other);
+    let same = |one: &Path, other: &Path| {
+        matches!(
+            (one.canonicalize(), other.canonicalize()), (Ok(one), Ok(other)) if one == other
+        )
+    };
     if same(parent, directory.path()) {
         return Err(StoreError::TargetInside(path.to_owned()));
     }

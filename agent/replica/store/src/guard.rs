@@ -296,7 +296,9 @@ mod tests {
         #[test]
         fn a_changed_record_is_none_or_written_again(
             at in any::<prop::sample::Index>(),
-            new in prop::sample::select(vec!["0", "9", "99999999999999999999", "-1", "\"", "{", "]", "null", "\0", ""]),
+            new in prop::sample::select(
+                vec!["0", "9", "99999999999999999999", "-1", "\"", "{", "]", "null", "\0", ""]
+            ),
             removed in 0usize..4,
         ) {
             let mut bytes = serde_json::to_vec(&guard()).unwrap();

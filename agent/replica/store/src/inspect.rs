@@ -188,7 +188,8 @@ fn problems_of(volume: &VolumeMeta, in_use_by: Option<u32>) -> Vec<Problem> {
         problems.push(problem(Severity::Note, "the replica was being rebuilt and lacks data"));
     }
     if volume.has_left() {
-        let message = "the replica has left the view of its volume and may lack data; Longhorn takes it as one that is being rebuilt";
+        let message = "the replica has left the view of its volume and may lack data; Longhorn takes it as \
+                       one that is being rebuilt";
         problems.push(problem(Severity::Note, message));
     }
     if !volume.error.is_empty() {

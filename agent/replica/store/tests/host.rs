@@ -172,7 +172,9 @@ fn small_blocks_are_refused_but_for_reading() {
         let refused = |result: Result<Store, StoreError>| {
             let error = result.unwrap_err();
             assert!(
-                matches!(error, StoreError::SmallAllocationUnit { unit_bytes, .. } if unit_bytes == block_bytes),
+                matches!(
+                    error, StoreError::SmallAllocationUnit { unit_bytes, .. } if unit_bytes == block_bytes
+                ),
                 "{error}"
             );
             assert!(error.to_string().contains("mkfs.ext4 -b 4096"), "{error}");

@@ -56,6 +56,7 @@ fn it_opens_within_a_second_and_32_mib() {
     assert!(used_bytes <= 32 << 20, "{used_bytes}");
     assert!(store.info().map.limit_bytes as u64 <= memory_limit_bytes(SIZE_BYTES));
     println!(
-        "opened in {opened:?} with {open_bytes} bytes; {used_bytes} bytes after {requests} windows were probed in {probed:?} each"
+        "opened in {opened:?} with {open_bytes} bytes; {used_bytes} bytes after {requests} windows were \
+         probed in {probed:?} each"
     );
 }

@@ -107,7 +107,10 @@ impl Driver {
     ) -> anyhow::Result<Option<Driver>> {
         let name = &config.node_name;
         let problem = (name.len() > TOPOLOGY_VALUE_MAX_BYTES).then(|| {
-            format!("node name {name:?} has more than {TOPOLOGY_VALUE_MAX_BYTES} characters: it cannot be a topology label")
+            format!(
+                "node name {name:?} has more than {TOPOLOGY_VALUE_MAX_BYTES} characters: it cannot be a \
+                 topology label"
+            )
         });
         match (config.csi, problem) {
             (CsiChoice::Off, _) => return Ok(None),
@@ -151,7 +154,10 @@ impl Driver {
                 };
                 waits = false;
                 if let Err(error) = self.serve_in(&root, &stopping).await {
-                    tracing::error!(root = %root.display(), "the CSI driver cannot be served; trying again: {error:#}");
+                    tracing::error!(
+                        root = %root.display(),
+                        "the CSI driver cannot be served; trying again: {error:#}"
+                    );
                     self.state.is(Some(format!("{error:#}")));
                     tokio::time::sleep(RETRY).await;
                 }
@@ -187,12 +193,19 @@ impl Driver {
         let service =
             RegistrationService::new(DRIVER_NAME, &paths.csi, Arc::clone(&self.state.registered)).server();
         let _registration = Serving::start(server().add_service(service), listener, stopping);
-        tracing::info!(csi = %paths.csi.display(), registration = %paths.registration.display(), "CSI is served");
+        tracing::info!(
+            csi = %paths.csi.display(),
+            registration = %paths.registration.display(),
+            "CSI is served"
+        );
         self.state.is(None);
         loop {
             let change = Change::of(&[&paths.csi, &paths.registration].map(Clone::clone));
             if !csi.is_there() || !registration.is_there() {
-                tracing::warn!(root = %root.display(), "a socket of the CSI driver was removed: it is made again");
+                tracing::warn!(
+                    root = %root.display(),
+                    "a socket of the CSI driver was removed: it is made again"
+                );
                 return Ok(());
             }
             if self.finder.look().is_some_and(|now| now != root) {

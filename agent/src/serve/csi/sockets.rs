@@ -115,7 +115,11 @@ impl Socket {
     fn share(listener: &StdListener, path: &Path) -> Option<Socket> {
         let address = listener.local_addr().ok()?;
         if address.as_pathname() != Some(path) {
-            tracing::warn!(?address, wanted = %path.display(), "systemd has the socket elsewhere: it is not used");
+            tracing::warn!(
+                ?address,
+                wanted = %path.display(),
+                "systemd has the socket elsewhere: it is not used"
+            );
             return None;
         }
         let name = Name::of(path).ok()?;

@@ -42,7 +42,8 @@ mod tests {
 
     #[test]
     fn a_directory_whose_file_system_is_not_mounted_yet_is_not_prepared() {
-        let fstab = "# /dev/sdx /data ext4\nUUID=1 / ext4 defaults 0 1\nUUID=2\t/data/\text4 nofail 0 2\nswap none swap sw\n";
+        let fstab = "# /dev/sdx /data ext4\nUUID=1 / ext4 defaults 0 1\nUUID=2\t/data/\text4 nofail 0 2\n\
+                     swap none swap sw\n";
         let root = "22 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw\n";
         let data = "23 22 8:2 / /data rw shared:2 - ext4 /dev/sdb rw\n";
         let missing = |mounts: &str, path: &str| {

@@ -154,7 +154,10 @@ impl Hub {
                 let known = hub.table().known(&engine);
                 let runs = known.is_some_and(|(_, process)| process.phase == ProcessPhase::Running);
                 if runs {
-                    tracing::info!(instance = %engine, "handing over, because its connections came from an address that is gone");
+                    tracing::info!(
+                        instance = %engine,
+                        "handing over, because its connections came from an address that is gone"
+                    );
                     hub.backend().restart(&engine).await?;
                 }
                 Ok(runs)

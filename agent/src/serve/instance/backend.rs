@@ -37,7 +37,8 @@ pub enum BackendError {
     Bus(#[from] zbus::Error),
     /// The units of instances are not installed.
     #[error(
-        "systemd does not know {0}: install the unit files of shorthorn-agent, and run systemctl daemon-reload"
+        "systemd does not know {0}: install the unit files of shorthorn-agent, and run systemctl \
+         daemon-reload"
     )]
     NoUnit(String),
     /// The system says no.

@@ -174,7 +174,12 @@ impl Instance {
     async fn run(mut self) -> Result<(), BackendError> {
         if self.id.kind() == InstanceKind::Engine {
             let store = DescriptorStore::open(&self.paths.notify(&self.id));
-            let refused = |error: &io::Error| tracing::warn!(instance = %self.id, "no sockets can be handed over: {error}");
+            let refused = |error: &io::Error| {
+                tracing::warn!(
+                    instance = %self.id,
+                    "no sockets can be handed over: {error}"
+                )
+            };
             self.store = store.inspect_err(refused).ok();
         }
         while !*self.stopping.borrow() {
@@ -288,7 +293,11 @@ impl Instance {
         if timeout(STOP_LIMIT, living.ended()).await.is_ok() {
             return Ok(());
         }
-        tracing::error!(instance = %self.id, pid = holder.pid(), "does not stop within {STOP_LIMIT:?}: killing it");
+        tracing::error!(
+            instance = %self.id,
+            pid = holder.pid(),
+            "does not stop within {STOP_LIMIT:?}: killing it"
+        );
         holder
             .kill()
             .map_err(|source| BackendError::System { action: format!("kill {}", holder.pid()), source })?;

@@ -360,7 +360,9 @@ fn is_serving(instance: &v1::Instance) -> bool {
 }
 
 fn says_serving(instance: &v1::Instance) -> bool {
-    matches!(&instance.detail, Some(Detail::Engine(engine)) if engine.known_phase() == Some(EnginePhase::Serving))
+    matches!(
+        &instance.detail, Some(Detail::Engine(engine)) if engine.known_phase() == Some(EnginePhase::Serving)
+    )
 }
 
 /// Returns true if the process of an engine runs another program than the installed one, or may do so.

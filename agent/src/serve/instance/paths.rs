@@ -209,8 +209,8 @@ impl InstancePaths {
             return Ok(path);
         }
         Err(NodeError::Invalid(format!(
-            "{} has {length} bytes, and the path of a Unix socket at most {SOCKET_PATH_MAX_BYTES}: use a shorter \
-             runtime_dir, or a shorter name",
+            "{} has {length} bytes, and the path of a Unix socket at most {SOCKET_PATH_MAX_BYTES}: use a \
+             shorter runtime_dir, or a shorter name",
             path.display()
         )))
     }

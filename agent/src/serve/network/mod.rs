@@ -166,7 +166,8 @@ pub fn choice_of(source: &DataSource, interfaces: &Interfaces, last: Option<IpAd
 fn fixed(address: IpAddr, interfaces: &Interfaces) -> Choice {
     let is_there = address.is_loopback() || interfaces.addresses.iter().any(|own| own.address == address);
     let problem = format!(
-        "this host does not have data_address {address}: correct it in the configuration, or use data_interface"
+        "this host does not have data_address {address}: correct it in the configuration, or use \
+         data_interface"
     );
     Choice { address: Some(address), problem: if is_there { String::new() } else { problem } }
 }

@@ -80,7 +80,8 @@ async fn enrol(tls: &NodeTls, choice: &KubeconfigChoice) {
         let Some(file) = kubeconfig_of(choice) else {
             if !has_warned {
                 tracing::warn!(
-                    "this node has no valid certificate, and no kubelet to get one with: run shorthorn-agent join"
+                    "this node has no valid certificate, and no kubelet to get one with: run shorthorn-agent \
+                     join"
                 );
             }
             has_warned = true;

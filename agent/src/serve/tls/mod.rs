@@ -55,8 +55,8 @@ pub enum TlsError {
     },
     /// The file has a certificate of another node.
     #[error(
-        "{} has a certificate for {found}, and this node is {expected}: check node_name, or remove the file and enrol this \
-         node", path.display()
+        "{} has a certificate for {found}, and this node is {expected}: check node_name, or remove the file \
+         and enrol this node", path.display()
     )]
     OtherNode {
         /// The file.
@@ -267,7 +267,13 @@ impl NodeTls {
         if let Some(identity) = &bundle.identity {
             let (serial, not_after_s) = (&identity.certificate().serial, identity.certificate().not_after);
             let trust = bundle.trust.version();
-            tracing::info!(%serial, not_after_s, trust, cluster = %bundle.trust.cluster(), "certificate of this node");
+            tracing::info!(
+                %serial,
+                not_after_s,
+                trust,
+                cluster = %bundle.trust.cluster(),
+                "certificate of this node"
+            );
         }
         match self.credentials() {
             Some(credentials) => credentials.replace(bundle)?,

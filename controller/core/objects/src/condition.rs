@@ -256,8 +256,9 @@ mod tests {
 
     #[test]
     fn fields_of_a_later_version_stay_in_a_condition() {
-        let stored = serde_json::json!([{ "type": "Healthy", "status": "True", "observedGeneration": 3, "reason": "R",
-            "message": "m", "lastTransitionTime": "2026-01-02T03:04:05Z", "height": { "cm": 3 } }]);
+        let stored = serde_json::json!([{
+            "type": "Healthy", "status": "True", "observedGeneration": 3, "reason": "R", "message": "m",
+            "lastTransitionTime": "2026-01-02T03:04:05Z", "height": { "cm": 3 } }]);
         let mut conditions: Conditions = serde_json::from_value(stored.clone()).unwrap();
         assert_eq!(
             conditions.get(ConditionType::Healthy).unwrap().later.len(),

@@ -23,8 +23,8 @@ pub type Labels = BTreeSet<Label>;
 /// The reason why a text is not a label.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error(
-    "{0:?} is not a tag or zone: use 1 to {MAX_LABEL_BYTES} letters, digits, '-', '_' and '.', starting and ending with a \
-     letter or digit"
+    "{0:?} is not a tag or zone: use 1 to {MAX_LABEL_BYTES} letters, digits, '-', '_' and '.', starting and \
+     ending with a letter or digit"
 )]
 pub struct LabelError(String);
 

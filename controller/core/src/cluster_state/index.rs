@@ -281,7 +281,8 @@ mod tests {
                     cluster.remove(&object.key());
                 }
                 let mut anew = ClusterState::default();
-                cluster.keys().filter_map(|key: Key| cluster.get(&key)).for_each(|object| anew.insert(object));
+                cluster.keys()
+                    .filter_map(|key: Key| cluster.get(&key)).for_each(|object| anew.insert(object));
                 prop_assert_eq!(&cluster.index, &anew.index);
                 prop_assert_eq!(&cluster.rebuilds, &anew.rebuilds);
             }

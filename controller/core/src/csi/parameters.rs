@@ -131,7 +131,8 @@ pub const PARAMETERS: [Parameter; 11] = [
         name: "verifyReads",
         values: SWITCH,
         default: "disabled",
-        meaning: "Replicas compare every read with their block checksums; another replica answers if one has rot",
+        meaning: "Replicas compare every read with their block checksums; another replica answers if one has \
+                  rot",
     },
     Parameter {
         name: "encryptInTransit",

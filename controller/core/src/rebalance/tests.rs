@@ -281,7 +281,8 @@ proptest! {
         }
         for volume in cluster.state.volumes.values() {
             let on: BTreeSet<_> =
-                cluster.state.replicas_of(&volume.spec.volume_name).map(|replica| &replica.spec.node_id).collect();
+                cluster.state.replicas_of(&volume.spec.volume_name)
+                    .map(|replica| &replica.spec.node_id).collect();
             prop_assert_eq!(on.len(), 2, "{} is on one node", volume.metadata.name);
         }
         if nodes > 2 {

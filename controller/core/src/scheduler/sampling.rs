@@ -105,7 +105,8 @@ mod tests {
         #[test]
         fn the_only_nodes_with_room_are_found(first in 0..NODES - 2, random in any::<u64>()) {
             let has_room = |at: usize| (first..first + 3).contains(&at);
-            let mut nodes: Vec<usize> = placed(&cluster(0, has_room), random).unwrap().iter().map(number).collect();
+            let mut nodes: Vec<usize> = placed(&cluster(0, has_room), random)
+                .unwrap().iter().map(number).collect();
             nodes.sort_unstable();
             prop_assert_eq!(nodes, [first, first + 1, first + 2]);
         }

@@ -578,7 +578,9 @@ proptest! {
         volumes in 1usize..40,
         replicas in 1u32..4,
     ) {
-        let of_zone = |at: usize| in_zone(&format!("z{}", at % zones), node(&format!("n{at}"), vec![disk("/1", 1000, 0)]));
+        let of_zone = |at: usize| in_zone(
+            &format!("z{}", at % zones), node(&format!("n{at}"), vec![disk("/1", 1000, 0)])
+        );
         let mut nodes: Vec<NodeCandidate> = (0..zones * in_each).map(of_zone).collect();
         for volume in 1..=volumes {
             nodes.iter_mut().for_each(|node| node.disks[0].same_volume = 0);
@@ -589,7 +591,8 @@ proptest! {
                 let (low, high) = (all / nodes.len(), all.div_ceil(nodes.len()));
                 prop_assert!(here + 1 >= low && here <= high + 1, "{here} of {all} on {} nodes", nodes.len());
             }
-            let of_this: Vec<_> = nodes.iter().filter(|node| node.same_volume() > 0).map(|node| &node.zone).collect();
+            let of_this: Vec<_> = nodes.iter()
+                .filter(|node| node.same_volume() > 0).map(|node| &node.zone).collect();
             prop_assert_eq!(of_this.iter().collect::<std::collections::BTreeSet<_>>().len(), replicas as usize);
         }
     }

@@ -43,7 +43,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (node.clone(), any::<bool>()).prop_map(|(node, used)| Op::DeviceUsed(node, used)),
         1 => node.clone().prop_map(Op::Cordon),
         2 => node.clone().prop_map(Op::Drain),
-        4 => (which.clone(), prop::bool::weighted(0.8)).prop_map(|(replica, wanted)| Op::Move(replica, wanted)),
+        4 => (which.clone(), prop::bool::weighted(0.8))
+            .prop_map(|(replica, wanted)| Op::Move(replica, wanted)),
         2 => which.clone().prop_map(Op::DeleteReplica),
         2 => node.clone().prop_map(Op::Uncordon),
         3 => (1..30u8).prop_map(Op::TimePasses),

@@ -87,7 +87,10 @@ pub enum VolumeCommand {
         #[arg(long, default_value = "0", value_name = "SIZE", value_parser = parse_bytes)]
         bytes_per_s: u64,
         /// Maximum share of copying in all traffic while the volume is busy, 1 to 100 percent
-        #[arg(long, default_value_t = 30, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
+        #[arg(
+            long, default_value_t = 30, value_name = "PERCENT",
+            value_parser = clap::value_parser!(u32).range(1..=100)
+        )]
         share: u32,
     },
     /// Compares snapshots and data of all replicas of an attached volume; inspect and why show the result

@@ -204,7 +204,8 @@ mod tests {
     fn what_helps_stays() {
         for text in [
             "volume pvc-0b1c2d3e-4f50-6172-8394-a5b6c7d8e9f0 is degraded: 2 of 3 replicas have all data\n",
-            "2026-01-02T03:04:05Z INFO ready store=/var/lib/shorthorn/store.redb listen=unix:///run/shorthorn/controller.sock",
+            "2026-01-02T03:04:05Z INFO ready store=/var/lib/shorthorn/store.redb \
+             listen=unix:///run/shorthorn/controller.sock",
             "disk /var/lib/longhorn of node n1: 123e4567-e89b-12d3-a456-426614174000",
             "replica v-8rqh2w91 on 10.0.0.1:10000 left the view (connection reset)",
             "sha256:0123456789abcdef is a digest",
@@ -225,7 +226,9 @@ mod tests {
                     { "name": "LEVEL", "value": "debug" },
                     { "name": "API_TOKEN", "valueFrom": { "secretKeyRef": { "name": "s", "key": "k" } } },
                 ], "args": ["--token=hunter2", "--level=info"] }],
-                "csi": { "volumeAttributes": { "adminPassword": "hunter2" }, "nodeStageSecretRef": { "name": "s" } },
+                "csi": {
+                    "volumeAttributes": { "adminPassword": "hunter2" }, "nodeStageSecretRef": { "name": "s" }
+                },
                 "automountServiceAccountToken": false,
             },
         });

@@ -30,7 +30,10 @@ pub struct Options {
     #[command(flatten)]
     pub order: Order,
     /// Maximum number of objects; standard error has the command for the next ones
-    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "watch")]
+    #[arg(
+        long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..),
+        conflicts_with = "watch"
+    )]
     pub limit: Option<u32>,
     /// Continues after a list with --limit
     #[arg(long = "continue", value_name = "TOKEN", default_value = "", hide_default_value = true)]

@@ -55,7 +55,9 @@ mod tests {
         let all = [
             json!({ "name": "a", "size": 10, "node": "", "engine": { "phase": "serving" }, "replicas": [] }),
             json!({ "name": "b", "size": 9, "node": "n2", "engine": null, "replicas": [] }),
-            json!({ "name": "c", "size": 100, "node": "n1", "engine": { "phase": "frozen" }, "replicas": [] }),
+            json!(
+                { "name": "c", "size": 100, "node": "n1", "engine": { "phase": "frozen" }, "replicas": [] }
+            ),
         ];
         let entry = |fields: Value| Entry { name: text(fields.get("name")), fields, rows: Vec::new() };
         let mut entries: Vec<Entry> = all.into_iter().map(entry).collect();

@@ -31,7 +31,8 @@ pub(super) enum LeaderError {
     #[error("no controller leads: see kubectl get pods -n {0}")]
     NoLeader(String),
     #[error(
-        "{holder} leads, which is not a pod in namespace {namespace}: run shorthornctl on that host, or give its address with --server"
+        "{holder} leads, which is not a pod in namespace {namespace}: run shorthornctl on that host, or give \
+         its address with --server"
     )]
     NoPod { holder: String, namespace: String },
 }

@@ -169,7 +169,8 @@ mod tests {
         let living = of(json!({}));
         assert!(living.gone_by.is_none() && !living.is_ended_by_force && !living.has_ended);
         let ended = of(json!({
-            "deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": 0, "finalizers": ["f"] }));
+            "deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": 0,
+            "finalizers": ["f"] }));
         assert_eq!(ended.gone_by.map(|time| time.as_second()), Some(1_767_225_600));
         assert!(ended.is_ended_by_force && ended.finalizers == ["f"]);
     }

@@ -82,8 +82,8 @@ impl VolumeKeys {
         if let Some(secret) = found.as_ref().filter(|secret| is_deleting(secret)) {
             if volumes.iter().any(|volume| volume.is_needed) {
                 tracing::error!(
-                    "Secret {KEY_NAME} is being deleted, and a finalizer keeps it: every volume needs it. Save it \
-                     now (docs/backup.md), and create it again once it is gone"
+                    "Secret {KEY_NAME} is being deleted, and a finalizer keeps it: every volume needs it. \
+                     Save it now (docs/backup.md), and create it again once it is gone"
                 );
             } else {
                 set_finalizers(secrets, secret, Vec::new()).await?;

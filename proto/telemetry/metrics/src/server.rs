@@ -88,7 +88,11 @@ pub async fn start(
         }
         Err(error) if listen != default => Err(MetricsError(address, error)),
         Err(error) => {
-            tracing::warn!(%address, %error, "metrics and health are not served: give metrics_listen another address");
+            tracing::warn!(
+                %address,
+                %error,
+                "metrics and health are not served: give metrics_listen another address"
+            );
             Ok(None)
         }
     }

@@ -185,7 +185,12 @@ fn a_volume_whose_engine_was_about_to_be_fenced_goes_on_with_the_next_one() {
     want(&mut cluster, Some("a"));
     let calls = rounds(&mut cluster, &mut agents);
     assert_eq!(volume(&cluster).status.state, VolumeState::Attaching);
-    let takes_over = |call: &AgentCall| matches!(call, AgentCall::StartEngine(StartEngine { attach, continues: Some(1), .. }) if *attach == ATTACH + 2);
+    let takes_over = |call: &AgentCall| {
+        matches!(
+            call, AgentCall::StartEngine(StartEngine { attach, continues: Some(1), .. })
+                if *attach == ATTACH + 2
+        )
+    };
     assert!(calls.iter().any(takes_over), "{calls:#?}");
 }
 

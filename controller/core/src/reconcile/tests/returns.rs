@@ -92,7 +92,11 @@ fn the_process_of_a_replica_that_was_left_behind_is_stopped_before_an_engine_get
         (CurrentState::Error, failed.message)
     );
     let actions = act(&mut cluster, &agents, &key);
-    let is_stop = |action: &Action| matches!(action, Action::Call(_, AgentCall::StopInstance { instance: stopped, .. }) if *stopped == instance);
+    let is_stop = |action: &Action| {
+        matches!(
+            action, Action::Call(_, AgentCall::StopInstance { instance: stopped, .. }) if *stopped == instance
+        )
+    };
     let [stop, Action::Write(_)] = actions.as_slice() else { panic!("{actions:#?}") };
     assert!(is_stop(stop), "it is stored after the call: {actions:#?}");
     assert!(!status(&cluster).stop_first && status(&cluster).addresses.is_empty());

@@ -58,8 +58,9 @@ impl Run<'_> {
             self.enter(VolumeState::Attaching);
         }
         let message = format!(
-            "a replica was opened for attachment {refused}, and the store knows of {attach} only: it was restored from a \
-             backup. The next attachment is {next}; nothing is granted until it is served by more than half of the replicas"
+            "a replica was opened for attachment {refused}, and the store knows of {attach} only: it was \
+             restored from a backup. The next attachment is {next}; nothing is granted until it is served by \
+             more than half of the replicas"
         );
         self.decision.emit(self.key(), true, "RecordStale", message.clone());
         self.set_settled(Finding::wrong("RecordStale", message));

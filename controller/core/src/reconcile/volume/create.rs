@@ -53,8 +53,8 @@ impl Run<'_> {
             } else {
                 let placed = self.replicas.len();
                 let message = format!(
-                    "{placed} of {wanted} replicas are placed: on {nodes}; the others are made once the volume is attached \
-                     and a place is free"
+                    "{placed} of {wanted} replicas are placed: on {nodes}; the others are made once the \
+                     volume is attached and a place is free"
                 );
                 self.decision.emit(self.key(), true, "ScheduledDegraded", message);
             }
@@ -70,7 +70,8 @@ impl Run<'_> {
         let is_taken = self.context.cluster.engines.contains_key(&self.stored.metadata.name);
         let waits = self.engine.is_none() && is_taken;
         if waits {
-            let message = "an engine of a deleted volume of this name is stopped first, when its node is back or given up";
+            let message = "an engine of a deleted volume of this name is stopped first, when its node is \
+                           back or given up";
             self.set_settled(Finding::wrong("NameInUse", message));
         }
         waits

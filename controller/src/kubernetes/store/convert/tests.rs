@@ -249,7 +249,9 @@ fn no_field_is_dropped_by_an_api_server() {
 #[test]
 fn a_volume_of_kubectl_needs_a_size_only() {
     let written: DynamicObject = serde_json::from_value(json!({
-        "metadata": { "name": "v", "uid": UID, "resourceVersion": "3", "creationTimestamp": "2026-01-02T03:04:05Z" },
+        "metadata": {
+            "name": "v", "uid": UID, "resourceVersion": "3", "creationTimestamp": "2026-01-02T03:04:05Z"
+        },
         "spec": { "size": "8192" },
     }))
     .unwrap();

@@ -143,7 +143,9 @@ fn step() -> impl Strategy<Value = TestStep> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
     #[test]
-    fn memory_never_goes_back_and_ends_where_the_api_server_is(steps in prop::collection::vec(step(), 0..80)) {
+    fn memory_never_goes_back_and_ends_where_the_api_server_is(
+        steps in prop::collection::vec(step(), 0..80)
+    ) {
         let mut model = Model::default();
         for step in steps {
             match step {
@@ -164,7 +166,8 @@ proptest! {
             model.check();
         }
         let shown: BTreeMap<u8, u64> =
-            (0..3).map(|name| (name, model.state.version(&key(name)))).filter(|(_, version)| *version > 0).collect();
+            (0..3).map(|name| (name, model.state.version(&key(name))))
+                .filter(|(_, version)| *version > 0).collect();
         prop_assert_eq!(shown, model.there);
         prop_assert!(model.order.removed.is_empty(), "{:?}", model.order.removed);
     }

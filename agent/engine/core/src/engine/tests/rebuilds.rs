@@ -476,7 +476,9 @@ fn a_rebuilding_replica_keeps_its_intent_where_it_misses_a_region() {
     let is_of_3 = |range: &ByteRange| range.offset() == 3 << 16 && range.length() == 1 << 16;
     let mut at = 0;
     while at < out.len() {
-        let waits = matches!(&out[at], Output::Send { operation: Operation::CheckedRead, range, .. } if is_of_3(range));
+        let waits = matches!(
+            &out[at], Output::Send { operation: Operation::CheckedRead, range, .. } if is_of_3(range)
+        );
         let event = answer_to(&out[at]).filter(|_| !waits);
         out.extend(event.map(|(_, event)| bench.apply(event)).unwrap_or_default());
         at += 1;
