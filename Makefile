@@ -17,7 +17,7 @@ PACKAGE_DIR ?= $(TARGET_DIR)/packages
 
 .PHONY: help demo test bench soak soak-vm few-regions lint deny fuzz vm setup build demo-build test-build vm-image apiserver manual docs book image chart clean
 
-help: ## what there is
+help: ## this list of targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: demo-build ## a replicated volume as a block device in a virtual machine, surviving kills
@@ -132,5 +132,5 @@ packages: setup ## .deb and .rpm of the agent, the controller and shorthornctl, 
 	packaging/build --programs $(TARGET_DIR)/release --output $(PACKAGE_DIR)
 	@ls -1 $(PACKAGE_DIR)/*.deb $(PACKAGE_DIR)/*.rpm
 
-clean: ## what was built here
+clean: ## deletes the build outputs of this tree
 	cargo clean

@@ -32,6 +32,8 @@ const AVOIDED_TEXTS: usize = 0;
 const LONG_SENTENCES: usize = 0;
 /// String literals outside of tests that start with one of [`LITERAL_OPENERS`].
 const BAD_LITERALS: usize = 0;
+/// Headings of pages that start with one of [`OPENERS`].
+const BAD_HEADINGS: usize = 0;
 /// Examples in doc comments that rustdoc would compile. tests/run does not run them.
 const DOC_TESTS: usize = 0;
 /// Files of more than [`FILE_LINES_MAX`] lines.
@@ -417,9 +419,23 @@ fn actors_are_named() {
     check(&found, AVOIDED_WORDS, "AVOIDED_WORDS", "name the actor, and negate the verb");
 }
 
+fn bad_headings(source: &Source) -> Vec<String> {
+    let heading = |line: &str| {
+        line.strip_prefix('#').is_some_and(|rest| has_bad_opening(rest.trim_start_matches(['#', ' '])))
+    };
+    let lines = source.lines.iter().enumerate().filter(|(_, line)| heading(line));
+    lines.map(|(at, line)| source.at(at, line)).collect()
+}
+
 /// Returns the files whose sentences count.
 fn files_with_prose() -> Vec<Source> {
     ["rs", "proto", "md"].into_iter().flat_map(files_with).collect()
+}
+
+#[test]
+fn headings_start_with_the_thing() {
+    let found: Vec<String> = files_with("md").iter().flat_map(bad_headings).collect();
+    check(&found, BAD_HEADINGS, "BAD_HEADINGS", "a heading names the thing");
 }
 
 #[test]
