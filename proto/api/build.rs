@@ -51,7 +51,9 @@ const HIDDEN: [&str; 8] = [
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = [
+        "shorthorn/v1/status.proto",
         "shorthorn/v1/node.proto",
+        "shorthorn/v1/nodes.proto",
         "shorthorn/v1/controller.proto",
         "shorthorn/v1/tls.proto",
         "csi/v1/csi.proto",
