@@ -10,6 +10,7 @@ mod texts;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use fillers::fillers;
 use texts::{Kind, Text, count_words, of_markdown, of_proto, of_rust, sentences};
@@ -98,11 +99,25 @@ const FUNCTION_LINES_MAX: usize = 60;
 struct Source {
     path: PathBuf,
     lines: Vec<String>,
+    texts: OnceLock<Vec<Text>>,
 }
 
 impl Source {
     fn new(path: impl Into<PathBuf>, text: &str) -> Source {
-        Source { path: path.into(), lines: text.lines().map(str::to_owned).collect() }
+        let lines = text.lines().map(str::to_owned).collect();
+        Source { path: path.into(), lines, texts: OnceLock::new() }
+    }
+
+    /// Returns the comments and literals of code, or the page.
+    fn texts(&self) -> &[Text] {
+        self.texts.get_or_init(|| {
+            let text = self.lines.join("\n");
+            match self.path.extension().and_then(|extension| extension.to_str()) {
+                Some("rs") => of_rust(&text),
+                Some("proto") => of_proto(&text),
+                _ => of_markdown(&text),
+            }
+        })
     }
 
     /// Describes the place of the line at index `at`.
@@ -190,19 +205,13 @@ fn avoided_words(source: &Source) -> Vec<String> {
 
 /// Returns the sentences of comments, string literals outside of tests, .proto files and pages.
 fn prose(source: &Source) -> Vec<(usize, String)> {
-    let code = source.lines.join("\n");
-    let texts = match source.path.extension().and_then(|extension| extension.to_str()) {
-        Some("rs") => of_rust(&code),
-        Some("proto") => of_proto(&code),
-        _ => of_markdown(&code),
-    };
     let tests_begin = tests_begin(source);
     let counts = |text: &&Text| match text.kind {
         Kind::Comment(_) => true,
         Kind::Literal => text.first < tests_begin,
         Kind::Raw => false,
     };
-    texts.iter().filter(counts).flat_map(sentences).collect()
+    source.texts().iter().filter(counts).flat_map(sentences).collect()
 }
 
 /// Returns the index of the first line of the tests in this file, or the number of its lines.
@@ -249,8 +258,7 @@ fn bad_literals(source: &Source) -> Vec<String> {
             .any(|word| start.strip_prefix(word).is_some_and(|rest| rest.starts_with([' ', '\''])));
         text.kind == Kind::Literal && text.first < tests_begin && has_opener
     };
-    let texts = of_rust(&source.lines.join("\n"));
-    texts.iter().filter(is_bad).map(|text| source.at(text.first, &text.text)).collect()
+    source.texts().iter().filter(is_bad).map(|text| source.at(text.first, &text.text)).collect()
 }
 
 /// Returns the lines that are too long, except those of raw literals, which are documents, and those with a
@@ -260,8 +268,7 @@ fn long_lines(source: &Source) -> Vec<String> {
     if !source.lines.iter().any(|line| is_long(&line)) {
         return Vec::new();
     }
-    let texts = of_rust(&source.lines.join("\n"));
-    let documents: Vec<&Text> = texts.iter().filter(|text| text.kind == Kind::Raw).collect();
+    let documents: Vec<&Text> = source.texts().iter().filter(|text| text.kind == Kind::Raw).collect();
     let is_document = |at: usize| documents.iter().any(|text| (text.first..=text.last).contains(&at));
     let can_break = |line: &str| line.split_whitespace().all(|word| word.chars().count() <= WORD_CHARS_MAX);
     let lines = source.lines.iter().enumerate().filter(|(_, line)| is_long(line));
@@ -356,11 +363,22 @@ fn add_sources(root: &Path, folder: &Path, extension: &str, sources: &mut Vec<So
     }
 }
 
-/// Reads all Rust files of the workspace, in the order of their paths.
-fn sources() -> Vec<Source> {
-    let sources = files_with("rs");
+/// Returns all Rust files of the workspace, in the order of their paths.
+fn sources() -> &'static [Source] {
+    static FILES: OnceLock<Vec<Source>> = OnceLock::new();
+    let sources = FILES.get_or_init(|| files_with("rs"));
     assert!(sources.len() > 100, "only {} files", sources.len());
     sources
+}
+
+fn interfaces() -> &'static [Source] {
+    static FILES: OnceLock<Vec<Source>> = OnceLock::new();
+    FILES.get_or_init(|| files_with("proto"))
+}
+
+fn pages() -> &'static [Source] {
+    static FILES: OnceLock<Vec<Source>> = OnceLock::new();
+    FILES.get_or_init(|| files_with("md"))
 }
 
 fn files_with(extension: &str) -> Vec<Source> {
@@ -395,7 +413,7 @@ fn errors_start_with_the_thing() {
 
 #[test]
 fn comments_of_interfaces_start_with_the_thing() {
-    let files = files_with("proto");
+    let files = interfaces();
     assert!(files.len() >= 5, "only {} files", files.len());
     let found: Vec<String> = files.iter().flat_map(bad_proto_comments).collect();
     check(&found, BAD_PROTO_COMMENTS, "BAD_PROTO_COMMENTS", "the first line of a comment names the thing");
@@ -409,7 +427,7 @@ fn docs_say_more_than_the_name() {
 
 #[test]
 fn lines_are_short() {
-    let found: Vec<String> = sources().iter().flat_map(long_lines).collect();
+    let found: Vec<String> = sources().iter().chain(interfaces()).flat_map(long_lines).collect();
     check(&found, LONG_LINES, "LONG_LINES", "lines have at most 110 characters");
 }
 
@@ -428,25 +446,25 @@ fn bad_headings(source: &Source) -> Vec<String> {
 }
 
 /// Returns the files whose sentences count.
-fn files_with_prose() -> Vec<Source> {
-    ["rs", "proto", "md"].into_iter().flat_map(files_with).collect()
+fn files_with_prose() -> impl Iterator<Item = &'static Source> {
+    sources().iter().chain(interfaces()).chain(pages())
 }
 
 #[test]
 fn headings_start_with_the_thing() {
-    let found: Vec<String> = files_with("md").iter().flat_map(bad_headings).collect();
+    let found: Vec<String> = pages().iter().flat_map(bad_headings).collect();
     check(&found, BAD_HEADINGS, "BAD_HEADINGS", "a heading names the thing");
 }
 
 #[test]
 fn sentences_are_short() {
-    let found: Vec<String> = files_with_prose().iter().flat_map(long_sentences).collect();
+    let found: Vec<String> = files_with_prose().flat_map(long_sentences).collect();
     check(&found, LONG_SENTENCES, "LONG_SENTENCES", "a sentence has at most 25 words");
 }
 
 #[test]
 fn texts_name_the_actor() {
-    let found: Vec<String> = files_with_prose().iter().flat_map(avoided_texts).collect();
+    let found: Vec<String> = files_with_prose().flat_map(avoided_texts).collect();
     check(&found, AVOIDED_TEXTS, "AVOIDED_TEXTS", "write the standard verb, and negate the verb");
 }
 
@@ -464,7 +482,7 @@ fn doc_comments_have_no_examples_to_run() {
 
 #[test]
 fn files_are_short() {
-    let found: Vec<String> = sources().iter().filter_map(long_file).collect();
+    let found: Vec<String> = sources().iter().chain(interfaces()).filter_map(long_file).collect();
     check(&found, LONG_FILES, "LONG_FILES", "files have at most 600 lines");
 }
 
