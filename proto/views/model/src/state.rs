@@ -156,6 +156,7 @@ impl State {
         (0..8).take(self.replicas.len())
     }
 
+    /// Looks a replica up by its index, from 0.
     #[must_use]
     pub fn replica(&self, replica: u8) -> &Replica {
         &self.replicas[usize::from(replica)]
@@ -165,6 +166,7 @@ impl State {
         Rc::make_mut(&mut self.replicas[usize::from(replica)])
     }
 
+    /// Looks an engine up by its index, from 0 in the order of their starts.
     #[must_use]
     pub fn engine(&self, engine: u8) -> &Engine {
         &self.engines[usize::from(engine)]
