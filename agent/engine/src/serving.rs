@@ -2,6 +2,7 @@
 //! socket, and starts rebuild tasks for replicas outside the view.
 
 mod commands;
+mod expansion;
 mod members;
 mod moves;
 
@@ -10,21 +11,19 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use shorthorn_control::{
-    CopyStatus, EnginePhase, EngineSpec, EngineStatus, ExpansionStatus, GrantWanted, MemberMode,
-    MemberStatus, Publisher, ScrubStatus,
+    CopyStatus, EnginePhase, EngineSpec, EngineStatus, GrantWanted, MemberMode, MemberStatus, Publisher,
+    ScrubStatus,
 };
 use shorthorn_core::{Cause, Event, FailedRequest, PeerIndex, ScrubConfig};
 use shorthorn_frontend::RefusedRequest;
 use shorthorn_recovery::{RebuildDelay, Standing};
-use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
+use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{ByteRange, ReplicaId, View};
 
 use crate::context::{EngineContext, Peer};
 use crate::error::EngineError;
-use crate::events::{
-    Done, Ending, ExpansionProgress, MainEvent, RebuildProgress, ScrubFinding, ScrubProgress,
-};
-use crate::expansion::{self, SharedDevice};
+use crate::events::{Done, Ending, MainEvent, RebuildProgress, ScrubFinding, ScrubProgress};
+use crate::expansion::{ExpansionTask, SharedDevice};
 use crate::failures::{self, RequestError};
 use crate::open::Opened;
 use crate::rebuild_task::RebuildTasks;
@@ -53,7 +52,7 @@ pub struct Serving<'a> {
     rebuild_tasks: RebuildTasks,
     device: SharedDevice,
     /// The step of an expansion that is under way, or was the last.
-    expansion: Option<expansion::ExpansionTask>,
+    expansion: Option<ExpansionTask>,
     view: View,
     /// The view that the arbiter was asked for.
     asked: Option<View>,
@@ -522,81 +521,5 @@ impl<'a> Serving<'a> {
         let size_bytes = self.spec.size_bytes;
         self.publish(|engine| engine.complete_scrub(size_bytes));
         tracing::info!(volume = %self.spec.volume, "the scrub has seen everything");
-    }
-}
-
-/// Expansions; see `expansion`.
-impl Serving<'_> {
-    fn expand(&mut self, size_bytes: u64) -> Result<(), EngineError> {
-        let has_bytes = self.spec.size_bytes;
-        if !size_bytes.is_multiple_of(BLOCK_BYTES) || size_bytes > MAX_VOLUME_BYTES {
-            let limits = format!("a multiple of {BLOCK_BYTES}, at most {MAX_VOLUME_BYTES}");
-            self.ignore("expand", &format!("size_bytes {size_bytes}: {limits}"));
-            return Ok(());
-        }
-        if size_bytes <= has_bytes {
-            if size_bytes < has_bytes {
-                self.ignore(
-                    "expand",
-                    &format!("the volume has {has_bytes} bytes, and {size_bytes} are fewer"),
-                );
-            }
-            return Ok(());
-        }
-        tracing::info!(
-            volume = %self.spec.volume, from_bytes = has_bytes, to_bytes = size_bytes, "expanding"
-        );
-        self.spec.size_bytes = size_bytes;
-        self.context().connector.set_size(size_bytes);
-        self.show_expansion(String::new(), false);
-        self.expansion =
-            Some(expansion::ExpansionTask::grow_replicas(Arc::clone(self.rebuild_tasks.context()))?);
-        // A formerly too large replica may be accepted.
-        self.rebuild_tasks.retry_now();
-        Ok(())
-    }
-
-    fn show_expansion(&self, message: String, next_attach: bool) {
-        let size_bytes = self.spec.size_bytes;
-        self.publish(|engine| {
-            engine.expansion = Some(ExpansionStatus { size_bytes, message, next_attach });
-        });
-    }
-
-    /// Completes an expansion, after every replica and the core have grown.
-    fn expanded(&mut self, size_bytes: u64) -> Result<(), EngineError> {
-        // A smaller size belongs to a command that another one has overtaken.
-        if size_bytes >= self.spec.size_bytes { self.resize_device() } else { Ok(()) }
-    }
-
-    fn resize_device(&mut self) -> Result<(), EngineError> {
-        let size_bytes = self.spec.size_bytes;
-        self.show_expansion(String::new(), false);
-        let (context, device) = (Arc::clone(self.rebuild_tasks.context()), Arc::clone(&self.device));
-        self.expansion = Some(expansion::ExpansionTask::resize(context, device, size_bytes)?);
-        Ok(())
-    }
-
-    fn expansion_progress(&self, progress: ExpansionProgress) {
-        let volume = &self.spec.volume;
-        match progress {
-            ExpansionProgress::Waiting(message) => self.show_expansion(message, false),
-            ExpansionProgress::NextAttach(message) => {
-                tracing::warn!(
-                    %volume, message, "the device keeps its size until the volume is attached again"
-                );
-                self.show_expansion(message, true);
-            }
-            ExpansionProgress::Resized { size_bytes } => {
-                tracing::info!(%volume, size_bytes, "expanded");
-                let is_all = size_bytes >= self.spec.size_bytes;
-                self.publish(|engine| {
-                    engine.size_bytes = size_bytes;
-                    if is_all {
-                        engine.expansion = None;
-                    }
-                });
-            }
-        }
     }
 }
