@@ -312,7 +312,7 @@ async fn leftovers_are_listed_and_deleted_only_by_name() {
     let (_, text) = cluster.fails(&["disk", "remove", "a", disk]).await;
     assert!(text.contains("has replicas"), "{text}");
     let (code, text) = cluster.fails(&["disk", "remove", "b", disk]).await;
-    assert!(code == 1 && text.contains("1 directories are in the trash of disk"), "{text}");
+    assert!(code == 1 && text.contains("has 1 directories, which the controller does not list"), "{text}");
     let (_, text) = cluster.fails(&["disk", "remove", "b", disk, "--lost", "--yes"]).await;
     assert!(text.contains("can be used"), "{text}");
     cluster.ok(&["disk", "remove", "b", disk, "--lost", "--force", "--yes"]).await;

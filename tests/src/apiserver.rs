@@ -257,9 +257,11 @@ impl ApiServer {
     fn kubeconfig_of(&self, name: &str, user: &str) -> Result<PathBuf> {
         let path = self.file(name);
         let text = format!(
-            "apiVersion: v1\nkind: Config\ncurrent-context: test\nclusters:\n- name: test\n  cluster:\n\
-             server: https://127.0.0.1:{}\n    certificate-authority: {}\nusers:\n- name: test\n  user:\n\
-             token: {user}-token\ncontexts:\n- name: test\n  context:\n    cluster: test\nuser: test\n",
+            "apiVersion: v1\nkind: Config\ncurrent-context: test\n\
+             clusters:\n- name: test\n  cluster:\n    server: https://127.0.0.1:{}\n    \
+             certificate-authority: {}\n\
+             users:\n- name: test\n  user:\n    token: {user}-token\n\
+             contexts:\n- name: test\n  context:\n    cluster: test\n    user: test\n",
             self.port,
             self.file("certs/apiserver.crt").display()
         );

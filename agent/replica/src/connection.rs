@@ -11,7 +11,7 @@ pub(crate) const SOURCE_SEND: u8 = 2;
 /// See [`SOURCE_SEND`].
 pub(crate) const SOURCE_RECEIVE: u8 = 3;
 
-/// A connection of an engine.
+/// A connection from an engine, encrypted or not, with its frames.
 #[derive(Debug)]
 pub(crate) struct EngineConnection {
     /// The socket, for all but headers of frames.

@@ -218,9 +218,9 @@ mod tests {
     type Change = fn(&mut BlockDevice);
 
     const ILL: [(Change, &str); 18] = [
-        (|disk| disk.name = "ublkb3".to_owned(), "device of a volume"),
-        (|disk| disk.name = "nbd0".to_owned(), "device of a volume"),
-        (|disk| disk.vendor = "SHRTHORN".to_owned(), "device of a volume"),
+        (|disk| disk.name = "ublkb3".to_owned(), "that of a volume"),
+        (|disk| disk.name = "nbd0".to_owned(), "that of a volume"),
+        (|disk| disk.vendor = "SHRTHORN".to_owned(), "that of a volume"),
         (|disk| disk.transport = "iscsi".to_owned(), "reached over iscsi"),
         (|disk| disk.is_partition = true, "a partition"),
         (|disk| disk.is_read_only = true, "read-only"),

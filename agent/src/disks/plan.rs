@@ -223,7 +223,7 @@ mod tests {
             text.contains("# /dev/sda (8 GiB, S-sda) is left alone: the device has a signature: dos"),
             "{text}"
         );
-        assert!(text.contains("# /dev/sdc (8 GiB, S-sdc) needs a decision: it has data"), "{text}");
+        assert!(text.contains("# /dev/sdc (8 GiB, S-sdc) needs a decision: the device has data"), "{text}");
     }
 
     #[test]

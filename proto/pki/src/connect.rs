@@ -232,7 +232,7 @@ impl Service<Uri> for Connector {
     }
 }
 
-/// A connection of a client.
+/// The stream of a client of the gRPC interfaces.
 #[derive(Debug)]
 pub enum ClientConnection {
     /// To this host.

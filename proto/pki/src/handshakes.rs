@@ -44,7 +44,7 @@ pub(crate) struct TlsHandshakes {
     not_logged: u64,
 }
 
-/// The outcome of a handshake.
+/// The end of a handshake, as it is counted in the metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HandshakeOutcome {
     /// With a certificate that is accepted here.

@@ -62,7 +62,7 @@ impl ViewChange {
         honoured.map(|view| quorum(&view.members, reached)).min() == Some(Quorum::Half)
     }
 
-    /// Returns the progress of the change.
+    /// Compares the members that have stored the new view with the quorums of the views that it replaces.
     #[must_use]
     pub fn progress(&self) -> ChangeProgress {
         if !self.target.members.is_subset_of(&self.stored) || self.target.members.is_empty() {

@@ -1,6 +1,6 @@
-//! The shared parts of the tests of several crates. They are the built programs, an NBD client, a client of
-//! metrics and health, a counting allocator, waits for conditions, random numbers of a seed, free ports, loop
-//! devices, and the documentation.
+//! The shared parts of the tests of several crates. They are the built programs, clients of NBD, of metrics
+//! and of health, a counting allocator, and waits for conditions. Random numbers of a seed, free ports, loop
+//! devices, and the documentation are here, too.
 
 mod allocations;
 mod binaries;

@@ -276,7 +276,8 @@ fn imports_of_siblings_are_found_through_exports_groups_and_parents() {
         ("c", "mod d;\nuse crate::{Other, a::{X, Y}};\n"),
         (
             "c::d",
-            "// use crate::b;\nlet x = super::super::a::f();\n#[cfg(test)]\nmod tests {\n    use super::e;\n}\n",
+            "// use crate::b;\nlet x = super::super::a::f();\n#[cfg(test)]\nmod tests {\n    \
+             use super::e;\n}\n",
         ),
     ];
     let modules = texts.iter().map(|(here, text)| (names(here), code(text))).collect();

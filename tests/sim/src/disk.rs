@@ -225,8 +225,8 @@ impl Files {
         true
     }
 
-    /// Changes a block that holds rot once more, so that it shows none of its former sectors. Returns false if
-    /// it holds none, or the new rot would not stay.
+    /// Changes a block that holds rot once more, so that it shows none of its former sectors. Returns false
+    /// if it holds none, or the new rot would not stay.
     pub fn rot_again(&mut self, block: u64) -> bool {
         let Some(rotten) = self.rot.get(&block).copied() else { return false };
         let stays = self.head.is_final(block) && !rotten.is_lost && !rotten.shows_former;

@@ -51,8 +51,8 @@ pub enum Fault {
     /// A replica process is killed, and its sets of regions are damaged.
     RotSets { victim: usize, for_us: u64 },
     /// A replica's disk changes up to so many blocks by itself; if they `vanish`, there are holes. If it
-    /// strikes `anywhere`, also blocks that hold rot already, or have a sum only because of rot beside them,
-    /// and blocks of the head above a snapshot that vanish.
+    /// strikes `anywhere`, it also changes blocks that hold rot already, or have a sum only because of rot
+    /// beside them. Blocks of the head above a snapshot vanish, too.
     RotBlocks {
         victim: usize,
         blocks: u64,

@@ -578,18 +578,6 @@ impl Simulation {
         }
         true
     }
-
-    /// Starts a replica process.
-    pub fn start_replica(&mut self, at: usize, boot: u64) {
-        if !self.replicas[at].up && !self.replicas[at].gone {
-            self.trace(|| format!("replica {at} starts"));
-            self.replicas[at].restart(boot, self.options.sabotage);
-            if let Some(block) = self.replicas[at].unknown_lost() {
-                self.violate(format!("replica {at} has forgotten that block {block} is lost"));
-            }
-            self.after(1000, Occurrence::Sum { replica: at, boot, is_read: None });
-        }
-    }
 }
 
 fn describe(ask: &Ask, range: ByteRange) -> String {

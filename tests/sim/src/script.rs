@@ -249,9 +249,7 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         | Kind::RotUnderCopy
         | Kind::RotUnderScrub
         | Kind::SlowDisk
-        | Kind::RestoreDisk => {
-            return disks_that_fail(kind, victim, partial, for_us, rng);
-        }
+        | Kind::RestoreDisk => return disks_that_fail(kind, victim, partial, for_us, rng),
         Kind::PauseEngine => pause_engine(rng),
         Kind::PauseReplica => Fault::PauseReplica { victim, for_us: choose_pause_us(rng) },
         Kind::ClockJump => Fault::ClockJump { host, by_ms: rng.u64(100..60_000) },

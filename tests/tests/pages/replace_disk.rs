@@ -27,7 +27,10 @@ fn a_disk_is_replaced_as_the_page_says() -> Result<()> {
     ensure!(!cluster.nodes_of(VOLUME)?.contains(&name(drained)), "a replica stays");
     // The trash of the disk would be forgotten.
     let remove = ["disk", "remove", &name(drained), &cluster.disk(drained)];
-    ensure_has(&cluster.hosts.refused(&remove)?, &["1 directories are in the trash", "--force"])?;
+    ensure_has(
+        &cluster.hosts.refused(&remove)?,
+        &["has 1 directories, which the controller does not list", "--force"],
+    )?;
     ensure_has(&page.ctl(&cluster, "volume trash")?, &[VOLUME, &cluster.disk(drained)])?;
     page.at_terminal(&cluster, "volume trash NAME --remove", VOLUME)?;
     page.ctl(&cluster, "disk remove NODE PATH")?;

@@ -71,7 +71,7 @@ mod tests {
     fn a_mapping_that_is_refused_says_what_to_do() {
         let of = |errno| cannot_map(3, &io::Error::from_raw_os_error(errno)).to_string();
         let text = of(libc::EINVAL);
-        assert!(text.contains("queue 3") && text.contains("detach the volume"), "{text}");
-        assert!(!of(libc::ENOMEM).contains("detach"), "{}", of(libc::ENOMEM));
+        assert!(text.contains("queue 3") && text.contains("Detach the volume"), "{text}");
+        assert!(!of(libc::ENOMEM).contains("Detach"), "{}", of(libc::ENOMEM));
     }
 }

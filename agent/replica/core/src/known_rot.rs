@@ -27,9 +27,9 @@
 //! for the whole block is durable: see [`KnownRot::cured_by`]. It is never forgotten for another reason. No
 //! sum stands for its data, so that no data which it gets by a merge, or by rot, can look sound.
 //!
-//! The number of known blocks is bounded. A block is forgotten when it gets other data. It also is when it was
-//! read back sound and its sum is durable again. If a page with rot exceeds the limit, its blocks must not be
-//! modified, because that would invalidate its sums. The rot thus stays known by the page.
+//! The number of known blocks is bounded. A block is forgotten when it gets other data. It also is when it
+//! was read back sound and its sum is durable again. If a page with rot exceeds the limit, its blocks must not
+//! be modified, because that would invalidate its sums. The rot thus stays known by the page.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

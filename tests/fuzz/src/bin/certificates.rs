@@ -9,7 +9,8 @@ use shorthorn_pki::{
 
 fuzz_target!(|data: &[u8]| {
     let _ = Certificate::from_der(data);
-    for request in [CertificateRequest::from_der(data), CertificateRequest::from_pem(data)].into_iter().flatten() {
+    let requests = [CertificateRequest::from_der(data), CertificateRequest::from_pem(data)];
+    for request in requests.into_iter().flatten() {
         assert!(!request.public().is_empty());
         let _ = request.check_names(request.common_name());
     }

@@ -1,4 +1,4 @@
-//! Power cuts.
+//! Power cuts, and starts of replica processes.
 
 use super::*;
 
@@ -19,5 +19,17 @@ impl Simulation {
         self.guest_moves();
         self.mark_forgotten_undecided();
         self.checker.power_lost(now);
+    }
+
+    /// Starts a replica process.
+    pub fn start_replica(&mut self, at: usize, boot: u64) {
+        if !self.replicas[at].up && !self.replicas[at].gone {
+            self.trace(|| format!("replica {at} starts"));
+            self.replicas[at].restart(boot, self.options.sabotage);
+            if let Some(block) = self.replicas[at].unknown_lost() {
+                self.violate(format!("replica {at} has forgotten that block {block} is lost"));
+            }
+            self.after(1000, Occurrence::Sum { replica: at, boot, is_read: None });
+        }
     }
 }

@@ -1,5 +1,5 @@
-//! Faults of some scripts on top of the others: rot, and disks that are full or slow beside it. They come from
-//! a generator of their own, so that all other faults of a seed stay as they are.
+//! Faults of some scripts on top of the others: rot, and disks that are full or slow beside it. They come
+//! from a generator of their own, so that all other faults of a seed stay as they are.
 
 use super::*;
 
@@ -31,8 +31,8 @@ impl Script {
     }
 }
 
-/// Has blocks vanish from a disk that is full, or rot from one whose sets of regions cannot grow, and a scrub
-/// repair the snapshot meanwhile.
+/// Has blocks vanish from a disk that is full, or rot on one whose sets of regions cannot grow. A scrub repairs
+/// the snapshot meanwhile.
 fn rot_without_space(rng: &mut Rng) -> Vec<(u64, Fault)> {
     let victim = rng.usize(0..REPLICAS_MAX);
     let (vanish, pages, for_us) = (rng.bool(), rng.bool(), rng.u64(50_000..2_000_000));

@@ -399,7 +399,7 @@ fn an_io_error_of_one_is_not_the_writers() {
 fn an_answer_that_nobody_asked_for_is_a_failure() {
     let mut bench = Bench::new(3);
     let out = bench.reply(1, 3, Ok(()));
-    assert!(matches!(&out[0], Output::Drop { peer: 1, reason, .. } if reason.contains("not asked")));
+    assert!(matches!(&out[0], Output::Drop { peer: 1, reason, .. } if reason.contains("did not get")));
     let out = bench.apply(Event::Reply { peer: 0, slot: SlotId { queue: 9, slot: 0 }, outcome: Ok(()) });
     assert!(matches!(&out[0], Output::Drop { peer: 0, .. }));
 }
