@@ -314,10 +314,12 @@ impl Scrubber {
             self.look_further(layer, piece, &mut member_checksums);
             scrub_result = compare_checksums(&member_checksums);
         }
-        let keep = |peer| sum_to_keep(&member_checksums, &scrub_result, peer);
-        let mut sums: Vec<_> = member_checksums.iter().map(|(peer, _)| (*peer, keep(*peer))).collect();
+        let keep = |peer, is_repaired| sum_to_keep(&member_checksums, &scrub_result, is_repaired, peer);
+        let keep_all = |is_repaired| {
+            member_checksums.iter().map(|(peer, _)| (*peer, keep(*peer, is_repaired))).collect::<Vec<_>>()
+        };
         let (odd, done) = match &scrub_result {
-            ScrubResult::Equal => return Ok(sums),
+            ScrubResult::Equal => return Ok(keep_all(false)),
             ScrubResult::Undecided(odd) => (odd.clone(), Done::Undecided),
             // Some member does not report the shown sum.
             ScrubResult::LookFurther => {
@@ -331,8 +333,9 @@ impl Scrubber {
         if self.layers()?.iter().all(|now| now != layer) {
             return Err(ScrubError::Failed("the snapshots have changed meanwhile".to_owned()));
         }
+        let mut sums = keep_all(matches!(done, Done::Repaired { .. }));
         if let Done::Repaired { from } = done {
-            let sum = keep(from);
+            let sum = keep(from, true);
             sums.iter_mut().filter(|(peer, _)| odd.contains(peer)).for_each(|(_, kept)| *kept = sum);
         } else {
             self.unrepaired.insert(piece.offset());

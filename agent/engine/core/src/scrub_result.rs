@@ -235,18 +235,22 @@ impl SourceProof {
 
 /// Returns the sum that a member keeps from now on, after this result. None: the sum is not known. No member
 /// keeps a sum that no other one confirms, because it could be of rot.
+///
+/// `is_repaired` is true if the odd members hold the same as the sources now. If a majority differs from
+/// them still, it may be copies of rot: a kept sum would prove that rot in the next scrub.
 #[must_use]
 pub fn sum_to_keep(
     member_checksums: &[MemberChecksums],
     scrub_result: &ScrubResult,
+    is_repaired: bool,
     peer: PeerIndex,
 ) -> Option<u32> {
     let (_, checksums) = member_checksums.iter().find(|(index, _)| *index == peer)?;
     let is_confirmed = match scrub_result {
         ScrubResult::Equal => member_checksums.len() >= 2,
         ScrubResult::Odd { odd, .. } => {
-            let is_proven = is_proven(member_checksums, checksums);
-            !odd.contains(&peer) && (is_proven || member_checksums.len() - odd.len() >= 2)
+            let is_agreed = is_repaired && member_checksums.len() - odd.len() >= 2;
+            !odd.contains(&peer) && (is_agreed || is_proven(member_checksums, checksums))
         }
         ScrubResult::LookFurther | ScrubResult::Undecided(_) => false,
     };
@@ -420,7 +424,7 @@ mod tests {
 
     #[test]
     fn only_what_another_one_confirms_is_kept() {
-        let kept = |members: &[(u32, u32)]| {
+        let kept_after = |is_repaired: bool, members: &[(u32, u32)]| {
             let some = |sum| Some(sum).filter(|sum| *sum != NONE);
             let checksums = |(sum, kept): &(u32, u32)| ReplicaChecksums {
                 sum: some(*sum),
@@ -431,10 +435,11 @@ mod tests {
             let member_checksums: Vec<MemberChecksums> = (0..).zip(members.iter().map(checksums)).collect();
             let scrub_result = compare_checksums(&member_checksums);
             let keep = |(peer, _): &MemberChecksums| {
-                sum_to_keep(&member_checksums, &scrub_result, *peer).unwrap_or(NONE)
+                sum_to_keep(&member_checksums, &scrub_result, is_repaired, *peer).unwrap_or(NONE)
             };
             member_checksums.iter().map(keep).collect::<Vec<_>>()
         };
+        let kept = |members: &[(u32, u32)]| kept_after(true, members);
         assert_eq!(kept(&[(1, NONE), (1, NONE)]), [1, 1], "the first time that all agree");
         assert_eq!(kept(&[(1, NONE)]), [NONE], "no other member says so");
         assert_eq!(kept(&[(2, 1)]), [1], "what it holds now is rot");
@@ -445,5 +450,11 @@ mod tests {
         assert_eq!(kept(&[(2, 1), (2, 1)]), [2, 2], "both agree on what came after");
         assert_eq!(kept(&[(2, 1), (2, NONE)]), [1, NONE], "the second may be a copy of the first");
         assert_eq!(kept(&[(2, 9), (9, NONE), (2, NONE)]), [9, 9, NONE], "the first one says so");
+        let left = |members: &[(u32, u32)]| kept_after(false, members);
+        assert_eq!(left(&[(1, NONE), (2, NONE), (1, NONE)]), [NONE; 3], "the larger part may be rot");
+        assert_eq!(left(&[(1, NONE), (NONE, NONE), (1, NONE)]), [NONE; 3], "it has other blocks");
+        assert_eq!(left(&[(1, NONE), (1, NONE)]), [1, 1]);
+        assert_eq!(left(&[(2, 9), (9, NONE), (2, NONE)]), [9, 9, NONE]);
+        assert_eq!(left(&[(1, 1), (2, 1)]), [1, 1]);
     }
 }

@@ -23,20 +23,21 @@ struct State {
     next_rot: u32,
 }
 
-/// Scrubs the members of `present`, and repairs those that are wrong. Returns the new state.
-fn scrub(state: State, present: &[usize]) -> State {
+/// Scrubs the members of `present`, and repairs those that are wrong if `repairs` is true and no repair fails.
+/// Returns the new state.
+fn scrub(state: State, present: &[usize], repairs: bool) -> State {
     let checksums = |at: &usize| {
         let (sum, kept) = state.members[*at];
         (u8::try_from(*at).unwrap(), ReplicaChecksums { sum, kept, shown: sum, is_confirmed: false })
     };
     let member_checksums: Vec<MemberChecksums> = present.iter().map(checksums).collect();
     let scrub_result = compare_checksums(&member_checksums);
-    let keep = |peer| sum_to_keep(&member_checksums, &scrub_result, peer);
+    let keep = |peer| sum_to_keep(&member_checksums, &scrub_result, repairs, peer);
     let mut after = state;
     for (peer, _) in &member_checksums {
         after.members[usize::from(*peer)].1 = keep(*peer);
     }
-    if let ScrubResult::Odd { odd, sources } = &scrub_result {
+    if let (ScrubResult::Odd { odd, sources }, true) = (&scrub_result, repairs) {
         let data = state.members[usize::from(sources[0])].0;
         odd.iter().for_each(|peer| after.members[usize::from(*peer)] = (data, keep(sources[0])));
     }
@@ -47,8 +48,8 @@ fn scrub(state: State, present: &[usize]) -> State {
 }
 
 /// Checks a scrub of the members of `present`.
-fn check(before: State, present: &[usize]) -> Result<State, String> {
-    let after = scrub(before, present);
+fn check(before: State, present: &[usize], repairs: bool) -> Result<State, String> {
+    let after = scrub(before, present, repairs);
     let keepers = present.iter().filter(|at| before.members[**at].1.is_some()).count();
     let first = before.members[present[0]].0;
     let agree = first.is_some() && present.iter().all(|at| before.members[*at].0 == first);
@@ -73,7 +74,7 @@ fn check_end(state: State) -> Result<(), String> {
     let is_there = state.members.iter().any(|(data, _)| *data == Some(RIGHT));
     // Members that have kept rot may have differed always.
     let is_doubted = state.members.iter().any(|(_, kept)| kept.is_some_and(|kept| kept != RIGHT));
-    let end = (0..2).fold(state, |state, _| scrub(state, &[0, 1, 2]));
+    let end = (0..2).fold(state, |state, _| scrub(state, &[0, 1, 2], true));
     let is_right = end.members.iter().all(|member| *member == (Some(RIGHT), Some(RIGHT)));
     if is_known && is_there && !is_doubted && !is_right { Err(format!("{end:?}")) } else { Ok(()) }
 }
@@ -106,8 +107,10 @@ fn no_scrub_loses_data_that_a_kept_sum_proves() {
     let (mut seen, mut open) = (HashSet::from([first]), vec![first]);
     let presents: [&[usize]; 7] = [&[0], &[1], &[2], &[0, 1], &[0, 2], &[1, 2], &[0, 1, 2]];
     while let Some(state) = open.pop() {
-        let scrubbed = presents.map(|present| {
-            check(state, present).unwrap_or_else(|wrong| panic!("{state:?}, scrub of {present:?}: {wrong}"))
+        let scrubs = presents.into_iter().flat_map(|present| [(present, false), (present, true)]);
+        let scrubbed = scrubs.map(|(present, repairs)| {
+            check(state, present, repairs)
+                .unwrap_or_else(|wrong| panic!("{state:?}, scrub of {present:?}, {repairs}: {wrong}"))
         });
         check_end(state).unwrap_or_else(|end| panic!("{state:?} ends as {end}"));
         let next = next_states(state).into_iter().chain(scrubbed);
