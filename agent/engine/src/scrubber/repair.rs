@@ -232,9 +232,12 @@ impl Scrubber {
                 Ok(held) if Some(held.sum()) == expected => {
                     let proof = SourceProof::of(*source, sources, member_checksums);
                     let from = RepairSource { held: &held, proof, sources };
-                    return match odd.iter().try_for_each(|peer| self.mend(layer, *peer, &from)) {
-                        Ok(()) => Done::Repaired { from: *source },
-                        Err(reason) => Done::Failed(reason),
+                    // One that cannot be repaired, or not in every block, does not keep rot in the others.
+                    let failures = odd.iter().filter_map(|peer| self.mend(layer, *peer, &from).err());
+                    let reasons: Vec<String> = failures.collect();
+                    return match reasons.is_empty() {
+                        true => Done::Repaired { from: *source },
+                        false => Done::Failed(reasons.join("; ")),
                     };
                 }
                 Ok(_) => reason = format!("{} reads otherwise than before", self.replica(*source)),
