@@ -105,10 +105,16 @@ impl EngineCore {
             true => ScrubResult::Undecided(members.iter().collect()),
             false => scrub_result_of(&check.checks, rotten, members),
         };
-        // In other blocks the sound one may be wrong, and a member of the minority may have checksums of some
-        // blocks. That holds also if the scrub has ended or started over.
-        let may_outvote =
-            wants_repair && !is_unreadable && answers >= 3 && scrub_result != ScrubResult::Equal;
+        // If no source has checksums of all of the piece, one of the minority may have them of some blocks.
+        let is_confirmed =
+            |peer: &PeerIndex| check.checks[usize::from(*peer)].is_some_and(|answer| answer.is_confirmed);
+        let needs_blocks = match &scrub_result {
+            ScrubResult::Odd { sources, .. } => !sources.iter().any(is_confirmed),
+            ScrubResult::Undecided(_) => !is_unreadable,
+            ScrubResult::Equal | ScrubResult::LookFurther => false,
+        };
+        let may_outvote = wants_repair && answers >= 3 && needs_blocks;
+        // In other blocks the sound one may be wrong. That holds also if the scrub has ended or started over.
         if (!rotten.is_empty() || may_outvote) && range.length() > BLOCK_BYTES {
             if let Some(scrub) = &mut self.scrub {
                 scrub.look_closer(range);

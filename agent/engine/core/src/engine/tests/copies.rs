@@ -364,6 +364,23 @@ fn a_member_that_its_checksums_confirm_in_the_block_is_not_outvoted() {
     assert_eq!(found(&out), Some((vec![0, 1, 2], false)));
 }
 
+/// Its blocks need not be compared one by one.
+#[test]
+fn a_majority_whose_checksums_confirm_a_whole_piece_repairs_all_of_it() {
+    for confirmed in 0..3 {
+        let mut bench = Bench::new(3);
+        let mut out = bench.apply(scrub(true));
+        for (peer, sum) in [(0, 1), (1, 2), (2, 1)] {
+            let check = VolumeCheck { sum, is_confirmed: peer == confirmed };
+            out = bench.apply(Event::Verified { peer, slot: id(COPY), outcome: Ok(check) });
+        }
+        let repairs = [(0, Operation::CheckedRead)];
+        let compares = [0, 1, 2].map(|peer| (peer, Operation::Verify));
+        let next = if confirmed == 1 { &compares[..] } else { &repairs[..] };
+        assert_eq!(sent(&out, COPY), next, "{confirmed}");
+    }
+}
+
 #[test]
 fn rot_that_cannot_or_shall_not_be_repaired_is_reported() {
     assert_eq!(found(&scrubbed(true, &checks([1, 2])).1), Some((vec![0, 1], false)));
