@@ -135,8 +135,11 @@ impl Executor {
             _ => return false,
         };
         block_ranges(blocks).all(|block| {
-            self.is_block_confirmed(slot, blocks, block)
-                && layer.is_none_or(|layer| self.is_seen_in(layer, block))
+            // The sum of a hole is that of a later layer, which may have made zeroes of the block.
+            let is_in = |executor: &mut Executor, layer| {
+                executor.comes_from(block, |source| source == BlockSource::File(layer))
+            };
+            self.is_block_confirmed(slot, blocks, block) && layer.is_none_or(|layer| is_in(self, layer))
         })
     }
 
@@ -157,14 +160,17 @@ impl Executor {
     /// Returns true if a reader sees this file's data in the block, or zeroes because no file has it. It may
     /// have vanished from each of them.
     pub(super) fn is_seen_in(&mut self, file: FileIndex, block: ByteRange) -> bool {
+        self.comes_from(block, |source| source == BlockSource::Zero || source == BlockSource::File(file))
+    }
+
+    /// Returns true if each part of the block comes from such a source.
+    fn comes_from(&mut self, block: ByteRange, is_such: impl Fn(BlockSource) -> bool) -> bool {
         let mut segments = std::mem::take(&mut self.segments);
         segments.clear();
         let is_planned = self.store.plan_read(block, &mut segments).is_ok();
-        let is_seen = segments.iter().all(|segment| {
-            matches!(segment.source, BlockSource::Zero) || segment.source == BlockSource::File(file)
-        });
+        let are_such = segments.iter().all(|segment| is_such(segment.source));
         self.segments = segments;
-        is_planned && is_seen
+        is_planned && are_such
     }
 
     fn is_rotten(&self, slot: u16, blocks: ByteRange, block: ByteRange) -> bool {

@@ -385,6 +385,28 @@ fn a_read_that_waits_for_its_sums_does_not_return_rot_after_a_repair() {
     assert_eq!(executor.payload(0).crc32c(), crc32c::crc32c(&[7; 4096]));
 }
 
+/// The sum is that of zeroes which a request has made. The repair of the layer would be refused.
+#[test]
+fn a_sum_of_zeroes_does_not_confirm_the_hole_of_a_layer() {
+    let (temp, mut ring) = (tempfile::tempdir().unwrap(), Ring::new(64).unwrap());
+    let (mut executor, _) = with_vanished_below(&temp.path().join("replica"));
+    sum_region(&mut executor, sum_of_zeroes(), &mut ring);
+    for opcode in [Opcode::ReadLayer, Opcode::Verify] {
+        let read = Header::request(opcode, 1, BLOCK * BLOCK_BYTES, 4096);
+        executor.assign(0, Header { flags: Flags::CHECKED, ..read });
+        executor.start(0, &mut ring);
+        if opcode == Opcode::ReadLayer {
+            end_requests(&mut executor, 1, &mut ring, |_, _, _| {});
+        } else {
+            let mut finished = Vec::new();
+            executor.take_finished(&mut finished); // a reader's hole is not read from the disk
+            assert_eq!(finished, [(0, Ok(()))]);
+        }
+        assert_eq!(executor.is_confirmed(0), opcode == Opcode::Verify);
+        executor.free(0);
+    }
+}
+
 /// The repair ends the sum that shows the rot. If it fails then, zeroes would look sound.
 #[test]
 fn a_block_that_has_vanished_stays_known_as_rot_if_its_repair_fails() {
