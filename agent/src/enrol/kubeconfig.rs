@@ -249,13 +249,15 @@ mod tests {
     const KUBEADM: &str = "apiVersion: v1\nkind: Config\nclusters:\n- cluster:\n    \
         certificate-authority-data: Q0E=\n    server: https://10.0.0.1:6443\n  name: kubernetes\ncontexts:\n\
         - context:\n    cluster: kubernetes\n    user: system:node:n1\n  name: system:node:n1@kubernetes\n\
-        current-context: system:node:n1@kubernetes\npreferences: {}\nusers:\n- name: system:node:n1\n  user:\n    \
+        current-context: system:node:n1@kubernetes\npreferences: {}\n\
+        users:\n- name: system:node:n1\n  user:\n    \
         client-certificate: pair.pem\n    client-key: pair.pem\n";
     /// A kubeconfig as k3s writes it.
     const K3S: &str = "apiVersion: v1\nclusters:\n- cluster:\n    server: https://127.0.0.1:6444\n    \
         certificate-authority: ca.crt\n  name: local\ncontexts:\n- context:\n    cluster: local\n    \
         namespace: default\n    user: user\n  name: Default\ncurrent-context: Default\nkind: Config\n\
-        preferences: {}\nusers:\n- name: user\n  user:\n    client-certificate: c.crt\n    client-key: c.key\n";
+        preferences: {}\n\
+        users:\n- name: user\n  user:\n    client-certificate: c.crt\n    client-key: c.key\n";
 
     #[test]
     fn kubeconfigs_of_kubelets_are_read() {

@@ -1,8 +1,8 @@
 //! Reads the members' data in a piece of a layer, and repairs members with wrong data.
 //!
 //! A repair replaces only blocks that differ from the source. If the source alone can read the whole piece,
-//! it may hold unnoticed rot in a block that the other member has sound. Then only the blocks are replaced that
-//! the other member cannot read: see [`SourceProof`].
+//! it may hold unnoticed rot in a block that the other member has sound. Then the repair replaces only the
+//! blocks that the other member cannot read: see [`SourceProof`].
 
 use shorthorn_core::{BlockEvidence, MemberChecksums, PeerIndex, SourceProof};
 use shorthorn_types::limits::BLOCK_BYTES;

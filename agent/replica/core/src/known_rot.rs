@@ -28,8 +28,8 @@
 //! sum stands for its data, so that no data which it gets by a merge, or by rot, can look sound.
 //!
 //! The number of known blocks is bounded. A block is forgotten when it gets other data. It also is when it
-//! was read back sound and its sum is durable again. If a page with rot exceeds the limit, its blocks must not
-//! be modified, because that would invalidate its sums. The rot thus stays known by the page.
+//! was read back sound and its sum is durable again. If a page with rot exceeds the limit, its blocks must
+//! not be modified, because that would invalidate its sums. The rot thus stays known by the page.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

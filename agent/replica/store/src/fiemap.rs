@@ -28,7 +28,7 @@ struct Head {
     reserved: u32,
 }
 
-/// One entry of the answer of FS_IOC_FIEMAP: `struct fiemap_extent` in linux/fiemap.h.
+/// An entry of the answer of FS_IOC_FIEMAP: `struct fiemap_extent` in linux/fiemap.h.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct FiemapExtent {

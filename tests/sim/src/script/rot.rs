@@ -31,8 +31,8 @@ impl Script {
     }
 }
 
-/// Has blocks vanish from a disk that is full, or rot on one whose sets of regions cannot grow. A scrub repairs
-/// the snapshot meanwhile.
+/// Has blocks vanish from a disk that is full, or rot on one whose sets of regions cannot grow. A scrub
+/// repairs the snapshot meanwhile.
 fn rot_without_space(rng: &mut Rng) -> Vec<(u64, Fault)> {
     let victim = rng.usize(0..REPLICAS_MAX);
     let (vanish, pages, for_us) = (rng.bool(), rng.bool(), rng.u64(50_000..2_000_000));

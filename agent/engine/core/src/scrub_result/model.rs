@@ -23,8 +23,8 @@ struct State {
     next_rot: u32,
 }
 
-/// Scrubs the members of `present`, and repairs those that are wrong if `repairs` is true and no repair fails.
-/// Returns the new state.
+/// Scrubs the members of `present`, and repairs those that are wrong if `repairs` is true and no repair
+/// fails. Returns the new state.
 fn scrub(state: State, present: &[usize], repairs: bool) -> State {
     let checksums = |at: &usize| {
         let (sum, kept) = state.members[*at];

@@ -364,7 +364,7 @@ fn a_member_that_its_checksums_confirm_in_the_block_is_not_outvoted() {
     assert_eq!(found(&out), Some((vec![0, 1, 2], false)));
 }
 
-/// Its blocks need not be compared one by one.
+/// The blocks of the piece need not be compared one by one.
 #[test]
 fn a_majority_whose_checksums_confirm_a_whole_piece_repairs_all_of_it() {
     for confirmed in 0..3 {
