@@ -373,7 +373,7 @@ fn killed_between_mapping_and_fetching() -> Result<()> {
     if !is_taken {
         ensure!(output.status == 1 && stderr.contains("resume the device ublkb0 of memory"), "{output}");
         ensure!(stderr.contains("a process died after it had mapped them"), "{output}");
-        ensure!(stderr.contains("detach the volume"), "{output}");
+        ensure!(stderr.contains("Detach the volume"), "{output}");
     }
     // As a detachment and the next attachment do.
     vm.sh("rm /mem/memory.state")?;

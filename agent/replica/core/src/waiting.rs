@@ -33,11 +33,11 @@ pub enum Waiter<M, T> {
 /// The result of the end of a page write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageEnd {
-    /// The page is durable: the waiting requests are [examined again](Waiting::take_modifications).
+    /// The page is durable: the waiting requests are [examined again](WaitingRequests::take_modifications).
     Written,
     /// The page has to be written again.
     Again,
-    /// All waiting requests [are given up](Waiting::give_up) with this error.
+    /// All waiting requests [are given up](WaitingRequests::give_up) with this error.
     NoSpace(Errno),
     /// The content of the disk is not known: the replica [fails](ReplicaState::fail).
     Failed(Errno),
