@@ -73,7 +73,7 @@ fn an_engine_and_a_replica_stay(api: &ApiServer) -> Result<()> {
         json!({ "nodeID": "n1" }),
         json!({ "diskPath": "/e" }),
     ] {
-        refused(api, "PATCH", &path, &json!({ "spec": change }), "a replica stays where it is")?;
+        refused(api, "PATCH", &path, &json!({ "spec": change }), "a replica cannot move")?;
     }
     let allowed = json!({ "spec": { "desireState": "stopped", "evictionRequested": true } });
     api.ok("PATCH", &path, Some(&allowed)).map(drop)

@@ -5,8 +5,8 @@ use crate::slot::SlotId;
 /// The ranges that are in flight, and the requests that wait for them.
 ///
 /// Requests that overlap are let through one after another, in the order in which they came, unless neither
-/// [conflicts](RangeAccess) with the other. Ranges count as whole blocks, so that a replica may read, merge and
-/// write a block for a request that covers a part of it.
+/// [conflicts](RangeAccess) with the other. Ranges count as whole blocks, so that a replica may read, merge
+/// and write a block for a request that covers a part of it.
 ///
 /// A scan over an array: with the few hundred requests that can be in flight it is faster than a tree.
 #[derive(Debug)]

@@ -98,7 +98,7 @@ pub fn compare_checksums(member_checksums: &[MemberChecksums]) -> ScrubResult {
 
 /// Returns true if a kept sum proves the data of this member: its own, or that of another one if it has kept
 /// none. The other one may have rot by now. The sum of a piece without blocks proves nothing about another
-/// member, which may have data in a layer where that one has none.
+/// member: each may hold the same data in a different layer.
 fn is_proven(member_checksums: &[MemberChecksums], checksums: &ReplicaChecksums) -> bool {
     let is_kept = |(_, other): &MemberChecksums| other.kept == checksums.sum;
     let is_kept_elsewhere = || member_checksums.iter().any(is_kept);

@@ -25,7 +25,7 @@ pub struct Replica {
 #[schemars(extend("x-kubernetes-validations" = [{
     "rule": "self.volumeName == oldSelf.volumeName && self.replicaID == oldSelf.replicaID \
              && self.nodeID == oldSelf.nodeID && self.diskPath == oldSelf.diskPath",
-    "message": "a replica stays where it is: of its spec only desireState and evictionRequested can be \
+    "message": "a replica cannot move: of its spec only desireState and evictionRequested can be \
                 changed",
 }]))]
 pub struct ReplicaSpec {
