@@ -366,7 +366,7 @@ fn used_and_grown(cluster: &Cluster, volume: &str) -> Result<()> {
     cluster.sidecars()?.resize("data")?;
     let refused = cluster.kubelet(0).expand(&mounted, "data");
     let refused = format!("{:?}", refused.err().context("the device has grown while it is in use")?);
-    ensure!(refused.contains("attached again"), "{refused}");
+    ensure!(refused.contains("attach the volume again"), "{refused}");
     // The next pod of the claim is on the same node, so the attachment stays.
     let second = cluster.pod("second", "data", 0)?;
     cluster.kubelet(0).unmount(&mounted)?;

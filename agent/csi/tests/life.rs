@@ -230,7 +230,7 @@ async fn a_volume_that_is_staged_anew_has_the_size_that_its_device_could_not_tak
         // Nothing but staging has the device recreated.
         let path = if as_block { &target } else { &staging };
         let refusal = client.expand("v1", path, larger.size_bytes).await.map(drop);
-        refused(refusal, Code::FailedPrecondition, "attached again");
+        refused(refusal, Code::FailedPrecondition, "attach the volume again");
         client.unpublish("v1", &target).await.unwrap();
         client.unstage("v1", &staging).await.unwrap();
         client.stage(stage("v1", &staging, wanted())).await.unwrap();

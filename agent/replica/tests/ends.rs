@@ -142,7 +142,7 @@ fn it_stays_until_the_disk_says_that_data_may_be_gone() {
     let Broken { replica, client, _head: head, _disk } = Broken::new(base.path(), &spec, 1, block);
     drop(client);
     let (status, refusal) = replica.try_open(generation(2), 0).err().unwrap();
-    assert!(status == libc::EIO && refusal.message.contains("could not be recorded"), "{refusal:?}");
+    assert!(status == libc::EIO && refusal.message.contains("is not recorded yet"), "{refusal:?}");
     assert_eq!(replica.status().phase, ReplicaPhase::Failed);
     blocked.unwrap().end();
     fs::remove_dir(&elsewhere).unwrap();
