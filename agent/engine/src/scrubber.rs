@@ -21,7 +21,7 @@ use shorthorn_core::{
     sum_to_keep,
 };
 use shorthorn_types::ByteRange;
-use shorthorn_wire::{EMPTY_SUM, LayerCheck, LayerList, LayerRange, SUM_PIECE_BYTES};
+use shorthorn_wire::{EMPTY_SUM, LayerCheck, LayerRange, SUM_PIECE_BYTES};
 
 use crate::connection::ConnectError;
 use crate::context::EngineContext;
@@ -168,15 +168,13 @@ impl Scrubber {
         let mut layers: Vec<Layer> = Vec::new();
         let mut is_first = true;
         for peer in self.context.members() {
-            let size_bytes = || self.context.connector.size_bytes();
-            let list = match self.context.with_control_of(peer, |control| control.list_layers(size_bytes)) {
-                Ok(list) => list,
+            let names = match self.images_of(peer) {
+                Ok(names) => names,
                 Err(error) => {
                     self.skipped(peer, &error);
                     continue;
                 }
             };
-            let names = snapshot_images(&list);
             if is_first {
                 layers =
                     names.iter().map(|image| Layer { image: image.clone(), numbers: Vec::new() }).collect();
@@ -192,6 +190,14 @@ impl Scrubber {
             }
         }
         if is_first { Err(ScrubError::Failed("no member answers".to_owned())) } else { Ok(layers) }
+    }
+
+    /// Returns the images of all layers but the head that a member has, the oldest first.
+    fn images_of(&self, peer: PeerIndex) -> Result<Vec<String>, ConnectError> {
+        let size_bytes = || self.context.connector.size_bytes();
+        let list = self.context.with_control_of(peer, |control| control.list_layers(size_bytes))?;
+        let count = list.layers.len().saturating_sub(1);
+        Ok(list.layers.into_iter().take(count).map(|layer| layer.image).collect())
     }
 
     fn replica(&self, peer: PeerIndex) -> String {
@@ -348,12 +354,6 @@ impl Scrubber {
         }));
         Ok(sums)
     }
-}
-
-/// Returns the images of all layers but the head.
-fn snapshot_images(list: &LayerList) -> Vec<String> {
-    let count = list.layers.len().saturating_sub(1);
-    list.layers.iter().take(count).map(|layer| layer.image.clone()).collect()
 }
 
 #[cfg(test)]

@@ -114,14 +114,11 @@ pub enum ReplicaError {
          this replica"
     )]
     TooMuchRot(ByteRange),
-    /// A repair would end the sums of all blocks, and with them the only knowledge of some rot.
-    #[error(
-        "repairing {0} now would end all checksums, and more blocks hold rot than can be known without \
-         these: the next scrub repairs it"
-    )]
-    UntrackedRot(ByteRange),
+    /// A repair writes pages of a set of regions, and the kernel is writing one. It ends soon.
+    #[error("{0} cannot be repaired while the write-intent log is written: try again")]
+    SetBeingWritten(ByteRange),
     /// A repair would bring back a block that a request is modifying.
-    #[error("a request is modifying {0}, which the layer has lost: the next scrub repairs it")]
+    #[error("a request is modifying {0}, which the layer has lost: try again")]
     BeingModified(ByteRange),
     /// A repair would show data or hide it, and no checksum says which is right.
     #[error(
@@ -175,9 +172,8 @@ impl ReplicaError {
             | ReplicaError::TooLarge(_)
             | ReplicaError::Sums { .. } => Errno::INVALID,
             ReplicaError::Listen { source, .. } | ReplicaError::System { source, .. } => Errno::of(source),
-            ReplicaError::UntrackedRot(_)
-            | ReplicaError::BeingModified(_)
-            | ReplicaError::UndecidedHole(_) => Errno::new(libc::EBUSY),
+            ReplicaError::SetBeingWritten(_) | ReplicaError::BeingModified(_) => Errno::AGAIN,
+            ReplicaError::UndecidedHole(_) => Errno::new(libc::EBUSY),
             ReplicaError::Missing(_) => Errno::new(libc::ENOENT),
             ReplicaError::Spec(_) | ReplicaError::OtherReplica { .. } => Errno::INVALID,
             _ => Errno::IO,

@@ -10,6 +10,8 @@ pub struct Errno(i32);
 impl Errno {
     /// An I/O error (EIO).
     pub const IO: Errno = Errno(5);
+    /// Try again (EAGAIN). The obstacle ends soon.
+    pub const AGAIN: Errno = Errno(11);
     /// The operation was interrupted by a shutdown (ESHUTDOWN).
     pub const SHUTDOWN: Errno = Errno(108);
     /// No space left on device (ENOSPC).

@@ -118,8 +118,6 @@ pub enum Sabotage {
     RepairsUncover,
     /// The sums that show a vanished block of a snapshot are not kept before its repair ends them.
     HolesUnkept,
-    /// A repair ends all sums although only a page shows some rot.
-    RepairsForget,
     /// The former data of a block counts although an engine knows of its rot, and has decided for other data.
     ReportsForgotten,
     /// A source of a copy says where it has data, and not where its sums say that it had some.
@@ -244,7 +242,8 @@ pub const COVERED: &[&str] = &[
     "repairs refused beside rot",
     "repairs beside a request that has read rot",
     "repairs without space",
-    "repairs without sums",
+    "repairs without the end of sums",
+    "repairs refused beside the write of a set",
     "blocks of snapshots that a source cannot read",
     "blocks of snapshots that no member can read",
     "sources without a limit",

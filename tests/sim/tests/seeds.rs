@@ -11,12 +11,11 @@ const FRESH_SECONDS: u64 = 60;
 
 /// A sabotage has to be noticed within as many seeds. The rarest one is noticed in one of some hundred.
 const SABOTAGE_SEEDS: u64 = 4000;
-const SABOTAGES: [&str; 37] = [
+const SABOTAGES: [&str; 36] = [
     "no-second-turn",
     "holes-show-through",
     "stale-sectors",
     "holes-unkept",
-    "repairs-forget",
     "unread-is-final",
     "refusals-believed",
     "merged-forgotten",
@@ -149,7 +148,6 @@ fn script_for(sabotage: &str) -> Option<&'static str> {
         "unread-pages" => Some("a-page-of-sums-that-is-not-in-memory"),
         "holes-unseen" => Some("blocks-that-vanish"),
         "holes-unkept" => Some("a-repair-without-space"),
-        "repairs-forget" => Some("a-repair-beside-rot-without-a-place"),
         _ => None,
     }
 }

@@ -4,6 +4,8 @@
 //! it may hold unnoticed rot in a block that the other member has sound. Then the repair replaces only the
 //! blocks that the other member cannot read: see [`SourceProof`].
 
+use std::time::{Duration, Instant};
+
 use shorthorn_core::{BlockEvidence, MemberChecksums, PeerIndex, SourceProof};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
@@ -12,6 +14,11 @@ use shorthorn_wire::{ExtentsQuery, Flags, LayerPatch, PATCH_BYTES_MAX, SummedRun
 use super::{Layer, Scrubber};
 use crate::connection::{ConnectError, ReplicaConnection};
 use crate::events::Done;
+
+/// The time within which the repair of a piece has to begin its last step. No rebuild begins meanwhile.
+const REPAIR_LIMIT: Duration = Duration::from_mins(1);
+/// The pause before a repair that a replica cannot do now is repeated: about the time of a few writes.
+const AGAIN_PAUSE: Duration = Duration::from_millis(20);
 
 const BLOCK: usize = 4096;
 const _: () = assert!(BLOCK as u64 == BLOCK_BYTES);
@@ -107,6 +114,25 @@ struct RepairSource<'a> {
     proof: SourceProof,
     /// All members that may be right.
     sources: &'a [PeerIndex],
+    /// No step of the repair begins after this.
+    until: Instant,
+}
+
+/// The reason why a member still differs after the attempt of a repair.
+#[derive(Debug, thiserror::Error)]
+enum NotRepaired {
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error("the scrub was stopped")]
+    Stopped,
+    #[error("the piece was not repaired within {} s: the next scrub repairs it", REPAIR_LIMIT.as_secs())]
+    TooSlow,
+    #[error("the snapshots have changed meanwhile: the next scrub repairs this")]
+    Changed,
+    #[error("the replica loses writes: replace its disk")]
+    LosesWrites,
+    #[error("other blocks differ too, and no checksum proves that the other members are right there")]
+    Undecided,
 }
 
 fn block_ranges(range: ByteRange) -> impl Iterator<Item = ByteRange> {
@@ -223,6 +249,7 @@ impl Scrubber {
                 "a rebuild is copying the snapshots: the next scrub after it repairs this".to_owned(),
             );
         };
+        let until = Instant::now() + REPAIR_LIMIT;
         let mut reason = "no member can be read".to_owned();
         for source in sources {
             let Some(number) = layer.number_at(*source) else { continue };
@@ -231,9 +258,12 @@ impl Scrubber {
             match self.hold(*source, number, piece) {
                 Ok(held) if Some(held.sum()) == expected => {
                     let proof = SourceProof::of(*source, sources, member_checksums);
-                    let from = RepairSource { held: &held, proof, sources };
+                    let from = RepairSource { held: &held, proof, sources, until };
                     // One that cannot be repaired, or not in every block, does not keep rot in the others.
-                    let failures = odd.iter().filter_map(|peer| self.mend(layer, *peer, &from).err());
+                    let failures = odd.iter().filter_map(|peer| {
+                        let reason = self.mend(layer, *peer, &from).err()?;
+                        Some(format!("{}: {reason}", self.replica(*peer)))
+                    });
                     let reasons: Vec<String> = failures.collect();
                     return match reasons.is_empty() {
                         true => Done::Repaired { from: *source },
@@ -247,45 +277,86 @@ impl Scrubber {
         Done::Failed(reason)
     }
 
-    fn mend(&self, layer: &Layer, peer: PeerIndex, from: &RepairSource<'_>) -> Result<(), String> {
-        let failed = |error: ConnectError| format!("{}: {error}", self.replica(peer));
+    fn mend(&self, layer: &Layer, peer: PeerIndex, from: &RepairSource<'_>) -> Result<(), NotRepaired> {
         let Some(number) = layer.number_at(peer) else { return Ok(()) };
-        let read_back = || self.hold(peer, number, from.held.piece).map(Some).map_err(failed);
+        let read_back = || self.hold(peer, number, from.held.piece).map(Some);
         // A layer that cannot be read is repaired.
         if from.held.is_in(None, read_back).unwrap_or(false) {
             return Ok(()); // an earlier scrub has repaired it, and the head still lacks other data
         }
-        let (mut held, unreadable) = self.hold_readable(peer, number, from.held.piece).map_err(failed)?;
-        let mut replaced = Vec::new();
-        for block in block_ranges(held.piece) {
-            let evidence = match unreadable.contains(&block) {
-                true => BlockEvidence::Unreadable,
-                false if held.is_same(from.held, block) => continue,
-                false => self.evidence(peer, number, block).map_err(failed)?,
-            };
-            if from.proof.replaces(evidence, || self.is_confirmed(layer, from, block)) {
-                replaced.push(block);
-            }
+        let (mut held, replaced) = self.blocks_to_replace(layer, peer, number, from)?;
+        if self.number_of(layer, peer)? != Some(number) {
+            return Err(NotRepaired::Changed);
         }
         held.take(&replaced, from.held);
         let mut ranges = Vec::new();
         replaced.iter().for_each(|block| join(&mut ranges, block.offset(), block.end()));
         for (patch, data) in ranges.iter().flat_map(|range| held.patches(&layer.image, *range)) {
-            self.context
-                .with_control_of(peer, |control| control.repair_layer(&patch, &data))
-                .map_err(failed)?;
+            self.patch(peer, &patch, &data, from.until)?;
         }
-        let check = self.check_one(layer, held.piece, peer).map_err(failed)?;
+        let check = self.check_one(layer, held.piece, peer)?;
         if !held.is_in(check.sum, read_back)? {
-            return Err(format!("{} loses writes: replace its disk", self.replica(peer)));
+            return Err(NotRepaired::LosesWrites);
         }
-        if held == *from.held {
-            return Ok(());
+        if held == *from.held { Ok(()) } else { Err(NotRepaired::Undecided) }
+    }
+
+    /// Returns the data of a member in a piece of one layer, and the blocks in which the source is right.
+    fn blocks_to_replace(
+        &self,
+        layer: &Layer,
+        peer: PeerIndex,
+        number: u32,
+        from: &RepairSource<'_>,
+    ) -> Result<(Held, Vec<ByteRange>), NotRepaired> {
+        let (held, unreadable) = self.hold_readable(peer, number, from)?;
+        let mut replaced = Vec::new();
+        for block in block_ranges(held.piece) {
+            let evidence = match unreadable.contains(&block) {
+                true => BlockEvidence::Unreadable,
+                false if held.is_same(from.held, block) => continue,
+                false => {
+                    self.check_limit(from.until)?;
+                    self.evidence(peer, number, block)?
+                }
+            };
+            if from.proof.replaces(evidence, || self.is_confirmed(layer, from, block)) {
+                replaced.push(block);
+            }
         }
-        Err(format!(
-            "{} can read other blocks that differ, and no checksum proves that the others are right there",
-            self.replica(peer)
-        ))
+        Ok((held, replaced))
+    }
+
+    /// Returns an error if the repair of the piece must not continue.
+    fn check_limit(&self, until: Instant) -> Result<(), NotRepaired> {
+        self.pause(Duration::ZERO).map_err(|_| NotRepaired::Stopped)?;
+        if Instant::now() > until { Err(NotRepaired::TooSlow) } else { Ok(()) }
+    }
+
+    /// Returns the number that the layer has at the member now.
+    fn number_of(&self, layer: &Layer, peer: PeerIndex) -> Result<Option<u32>, ConnectError> {
+        let images = self.images_of(peer)?;
+        let number = images.iter().position(|image| *image == layer.image);
+        Ok(number.and_then(|number| u32::try_from(number).ok()))
+    }
+
+    /// Repairs a part of a layer, again and again while the replica cannot do it now.
+    fn patch(
+        &self,
+        peer: PeerIndex,
+        patch: &LayerPatch,
+        data: &[u8],
+        until: Instant,
+    ) -> Result<(), NotRepaired> {
+        loop {
+            self.check_limit(until)?;
+            match self.context.with_control_of(peer, |control| control.repair_layer(patch, data)) {
+                Err(ConnectError::Refused { errno: Errno::AGAIN, .. }) => {
+                    self.pause(AGAIN_PAUSE).map_err(|_| NotRepaired::Stopped)?;
+                }
+                repaired => return Ok(repaired?),
+            }
+        }
     }
 
     /// Returns the data of a member in a piece of one layer, and the blocks that it cannot read, or that it
@@ -294,13 +365,15 @@ impl Scrubber {
         &self,
         peer: PeerIndex,
         layer: u32,
-        piece: ByteRange,
-    ) -> Result<(Held, Vec<ByteRange>), ConnectError> {
+        RepairSource { held: Held { piece, .. }, until, .. }: &RepairSource<'_>,
+    ) -> Result<(Held, Vec<ByteRange>), NotRepaired> {
+        let piece = *piece;
         let runs = self.runs(peer, layer, piece)?;
         let mut held = Held { piece, runs, data: vec![0; distance(piece.length())] };
         let (mut unreadable, mut parts) = (Vec::new(), vec![piece]);
         // Each step removes a part, or halves it: at most twice as many steps as blocks.
         while let Some(part) = parts.pop() {
+            self.check_limit(*until)?;
             let start = distance(part.offset() - piece.offset());
             let target = &mut held.data[start..start + distance(part.length())];
             let read = self.context.with_control_of(peer, |control| {
@@ -312,7 +385,7 @@ impl Scrubber {
                     Some(halves) => parts.extend(halves),
                     None => unreadable.push(part),
                 },
-                (Err(error), _) => return Err(error),
+                (Err(error), _) => return Err(error.into()),
             }
         }
         Ok((held, unreadable))

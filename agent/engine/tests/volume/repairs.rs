@@ -12,14 +12,15 @@ use shorthorn_testkit::waiting::wait_for;
 use shorthorn_types::{RegionSet, Regions};
 
 use crate::LIMIT;
+use crate::load::Load;
 use crate::volume::Volume;
 
 const SIZE: u64 = 16 << 20;
 const BLOCK: u64 = 4096;
 
 /// Returns a volume of two replicas with a snapshot. The head hides its third block.
-fn with_snapshot() -> Volume {
-    let mut volume = Volume::start(2, SIZE);
+fn with_snapshot(size_bytes: u64) -> Volume {
+    let mut volume = Volume::start(2, size_bytes);
     volume.stop();
     for number in 0..2 {
         let mut store = Store::open(volume.directory(number), OpenOptions::default()).unwrap();
@@ -35,16 +36,17 @@ fn with_snapshot() -> Volume {
     volume.wait("it serves", |engine| engine.phase == EnginePhase::Serving);
     for number in 0..2 {
         let directory = PathBuf::from(volume.directory(number));
-        wait_for("the first region is summed", LIMIT, || is_summed(&directory).then_some(()).ok_or(number));
+        let is_summed = || is_summed(&directory, size_bytes).then_some(()).ok_or(number);
+        wait_for("the first region is summed", LIMIT, is_summed);
     }
     volume
 }
 
 /// Returns true if the checksums of the first region count, also after the process has died.
-fn is_summed(directory: &Path) -> bool {
+fn is_summed(directory: &Path, size_bytes: u64) -> bool {
     let guard: serde_json::Value =
         serde_json::from_slice(&fs::read(directory.join("shorthorn.guard")).unwrap()).unwrap();
-    let regions = Regions::of(SIZE);
+    let regions = Regions::of(size_bytes);
     let epoch = guard["epoch"].as_u64().unwrap();
     let mut intent_log = WriteIntentLog::new(regions, epoch, &RegionSet::empty(regions.count()));
     let Ok(pages) = fs::read(directory.join("shorthorn.unsummed")) else { return false };
@@ -54,6 +56,13 @@ fn is_summed(directory: &Path) -> bool {
 
 fn image(volume: &Volume, number: usize) -> PathBuf {
     PathBuf::from(volume.directory(number)).join("volume-snap-below.img")
+}
+
+/// Returns the data of the snapshot.
+fn data_of(volume: &Volume, number: usize) -> Vec<u8> {
+    let mut data = vec![0; 16 * 4096];
+    fs::File::open(image(volume, number)).unwrap().read_exact_at(&mut data, 0).unwrap();
+    data
 }
 
 /// The disk changes a block of the snapshot.
@@ -79,29 +88,43 @@ fn scrub(volume: &Volume, number: u64) -> ScrubStatus {
 /// block sound, and knows of rot beside it.
 #[test]
 fn a_repair_of_rot_leaves_sound_blocks_beside_it() {
-    let mut volume = with_snapshot();
-    let before = fs::read(image(&volume, 0)).unwrap();
+    let mut volume = with_snapshot(SIZE);
+    let before = data_of(&volume, 0);
     rot(&volume, 0, 3);
     rot(&volume, 1, 2);
     let found = scrub(&volume, 1);
     assert!(found.last.contains("no checksum proves"), "{found:?}");
     assert_eq!((found.found, found.repaired), (1, 0));
-    assert!(fs::read(image(&volume, 0)).unwrap() == before, "a sound block was replaced, or the rot stayed");
+    assert!(data_of(&volume, 0) == before, "a sound block was replaced, or the rot stayed");
     let found = scrub(&volume, 2);
     assert!(found.last.contains("no majority"), "{found:?}");
-    assert!(fs::read(image(&volume, 0)).unwrap() == before);
+    assert!(data_of(&volume, 0) == before);
     volume.stop();
 }
 
 #[test]
 fn a_repair_makes_a_piece_equal_if_only_rot_differs() {
-    let mut volume = with_snapshot();
-    let before = fs::read(image(&volume, 0)).unwrap();
+    let mut volume = with_snapshot(SIZE);
+    let before = data_of(&volume, 0);
     [3, 4, 15].into_iter().for_each(|block| rot(&volume, 0, block));
     let found = scrub(&volume, 1);
     assert_eq!((found.found, found.repaired), (1, 1), "{found:?}");
-    assert!(fs::read(image(&volume, 0)).unwrap() == before);
+    assert!(data_of(&volume, 0) == before);
     let found = scrub(&volume, 2);
     assert_eq!((found.found, found.repaired), (0, 0), "{found:?}");
+    volume.stop();
+}
+
+/// Each write makes its region dirty: the replicas write pages of their sets nearly all the time.
+#[test]
+fn a_repair_waits_while_a_set_is_written() {
+    let mut volume = with_snapshot(1 << 30);
+    let before = data_of(&volume, 0);
+    (0..16).step_by(2).for_each(|block| rot(&volume, 0, block));
+    let load = Load::start(&volume, 7);
+    let found = scrub(&volume, 1);
+    load.stop_and_verify(&volume);
+    assert_eq!((found.found, found.repaired), (1, 1), "{found:?}");
+    assert!(data_of(&volume, 0) == before);
     volume.stop();
 }

@@ -306,12 +306,6 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         self.untracked.as_ref().is_some_and(|untracked| !untracked.contains(&page))
     }
 
-    /// Returns true if a page has rot that would be forgotten when the sums of all pages end.
-    #[must_use]
-    pub fn has_untracked(&self) -> bool {
-        self.untracked.as_ref().is_none_or(|untracked| !untracked.is_empty())
-    }
-
     /// Forgets a block that was read back with this sum: a sum that says the same is durable, and
     /// counts. A block with rot, or that a request is modifying, stays known.
     pub fn summed(&mut self, block: u64, found: u32) {

@@ -50,6 +50,10 @@ impl Executor {
     fn patch_layer(&mut self, patch: &LayerPatch, data: &[u8], ring: &mut Ring) -> Result<(), ReplicaError> {
         let LayerPatch { image, offset_bytes, length_bytes, runs } = patch;
         let range = ByteRange::new(*offset_bytes, u64::from(*length_bytes)).map_err(StoreError::from)?;
+        if !self.marks.is_idle() {
+            // A page that the ring still writes could overtake those that this repair writes.
+            return Err(ReplicaError::SetBeingWritten(range));
+        }
         let run = |(first, count): &(u32, u32)| {
             let start = offset_bytes + u64::from(*first) * BLOCK_BYTES;
             ByteRange::new(start, u64::from(*count) * BLOCK_BYTES).map_err(StoreError::from)
@@ -64,13 +68,15 @@ impl Executor {
         // Blocks that the repair removes from the layer read as zeroes, also if it fails after that.
         self.requests.void_plans();
         self.zero_jobs.void_reads();
-        let repaired = match self.sums_prove(image, range, &runs, data)? {
+        let repaired = if self.sums_prove(image, range, &runs, data)? {
             // A crash or a failure may leave a block half written: its sum has to reveal that.
-            true => self.store.repair_layer(image, range, &runs, data).inspect(|()| {
+            self.store.repair_layer(image, range, &runs, data).map_err(ReplicaError::from).inspect(|()| {
                 // They are right for the repaired data: it does not matter if they still count on the disk.
                 let _ = self.end_sums_in(range);
-            }),
-            false => self.patch_without_sums(image, range, &runs, data)?,
+            })
+        } else {
+            // The data that a reader sees there may have been summed with the rot in it.
+            self.end_sums_in(range).and_then(|()| Ok(self.store.repair_layer(image, range, &runs, data)?))
         };
         self.read_again(ring);
         // The store has removed those of the layers above if a block has come back.
@@ -78,27 +84,6 @@ impl Executor {
         repaired?;
         tracing::warn!(image, %range, bytes = data.len(), "a snapshot's layer was repaired");
         Ok(())
-    }
-
-    /// Repairs the layer after the sums of the range have ended.
-    fn patch_without_sums(
-        &mut self,
-        image: &str,
-        range: ByteRange,
-        runs: &[ByteRange],
-        data: &[u8],
-    ) -> Result<Result<(), StoreError>, ReplicaError> {
-        if self.end_sums_in(range) {
-            return Ok(self.store.repair_layer(image, range, runs, data));
-        }
-        if self.block_sums.known.has_untracked() {
-            return Err(ReplicaError::UntrackedRot(range));
-        }
-        // The data that a reader sees there may have been summed with the rot in it.
-        self.store.forget_block_sums()?;
-        let repaired = self.store.repair_layer(image, range, runs, data);
-        self.renew_stored_sums()?;
-        Ok(repaired)
     }
 
     /// Returns true if each block that a reader sees, and that the repair may change, has a sum of the new
@@ -111,7 +96,7 @@ impl Executor {
         mut data: &[u8],
     ) -> Result<bool, ReplicaError> {
         // Regions that were summed lately may not count on the disk yet.
-        if !self.marks.is_idle() || self.write_all_pages().is_err() {
+        if self.write_all_pages().is_err() {
             return Ok(false);
         }
         let file = self.store.snapshot_layer(image).ok_or_else(|| no_layer(image))?;
@@ -269,15 +254,17 @@ impl Executor {
         Ok(flushed?)
     }
 
-    /// The sums of the regions of `range` do not count any more, durably. False if that could not be done:
-    /// then all sums have to be forgotten. Waits for the disk.
-    fn end_sums_in(&mut self, range: ByteRange) -> bool {
+    /// Invalidates the sums of the regions of `range`, durably. Waits for the disk.
+    ///
+    /// # Errors
+    /// An I/O error. Then the sums are invalid in memory only.
+    fn end_sums_in(&mut self, range: ByteRange) -> Result<(), ReplicaError> {
         let intent_log = self.state.intent_log_mut();
         let regions = intent_log.regions().touched(range);
         intent_log.unsum(regions);
         self.sum_soon();
-        // A page that the ring still writes could overtake those that are written here.
-        self.marks.is_idle() && self.write_all_pages().is_ok()
+        debug_assert!(self.marks.is_idle(), "the ring writes a page");
+        self.write_all_pages().map_err(|error| ReplicaError::system("write a set of regions", error))
     }
 }
 

@@ -342,11 +342,6 @@ impl Executor {
         if self.block_sums.pages.is_kept() {
             self.block_sums.known.forget_sums(self.block_sums.lost.keys().copied());
         }
-        self.renew_stored_sums()
-    }
-
-    /// Begins the file of sums anew, like [`Executor::renew_sums`]. The sums of known blocks stay.
-    pub(super) fn renew_stored_sums(&mut self) -> Result<(), ReplicaError> {
         if !self.block_sums.pages.retire(&self.in_flight) {
             return Ok(());
         }

@@ -52,20 +52,12 @@ impl Replica {
         Ok(true)
     }
 
-    /// Gives a block of the snapshot its former data again. Returns false if the sums beside it have been
-    /// forgotten, because their end could not be stored. Returns the reason if the repair is refused or
+    /// Gives a block of the snapshot its former data again. Returns the reason if the repair is refused or
     /// fails.
-    pub fn repair_block(&mut self, block: u64, sabotage: Option<Sabotage>) -> Result<bool, &'static str> {
-        let is_followed = self.end_sums_durably(block_range(block));
-        let forgets = !is_followed && self.known_rot.has_untracked();
-        if forgets && sabotage == Some(Sabotage::RepairsForget) {
-            self.forgotten_rot = self.forgotten_rot.or_else(|| self.homeless_rot());
-        } else if forgets {
+    pub fn repair_block(&mut self, block: u64, sabotage: Option<Sabotage>) -> Result<(), &'static str> {
+        if !self.end_sums_durably(block_range(block)) {
             self.heal_unknown();
-            return Err("repairs refused beside rot without a place");
-        }
-        if !is_followed {
-            self.forget_stored_sums();
+            return Err("repairs without the end of sums");
         }
         // The layer has a hole there.
         let has_failed = self.full && self.files.snapshot.get(block).is_none();
@@ -77,13 +69,7 @@ impl Replica {
             self.known_rot.forget_block(block);
         }
         self.heal_unknown();
-        if has_failed { Err("repairs without space") } else { Ok(is_followed) }
-    }
-
-    /// Returns a block with rot that the process has met, and that only a page shows.
-    fn homeless_rot(&self) -> Option<u64> {
-        let is_homeless = |block: &u64| self.files.is_met(*block) && !self.known_rot.has(*block);
-        self.files.rot.keys().copied().find(|block| is_homeless(block) && self.is_known_rotten(*block))
+        if has_failed { Err("repairs without space") } else { Ok(()) }
     }
 
     fn is_being_modified(&self, block: u64) -> bool {
@@ -97,8 +83,7 @@ impl Replica {
         let intent_log = self.state.intent_log_mut();
         let regions = intent_log.regions().touched(range);
         intent_log.unsum(regions);
-        let may_write = self.pages.is_empty() && !self.full_for_pages;
-        if !may_write || self.takes_error(Broken::Page) {
+        if self.full_for_pages || self.takes_error(Broken::Page) {
             return false;
         }
         let Replica { state, durable, .. } = self;
@@ -110,10 +95,15 @@ impl Replica {
         true
     }
 
+    /// Returns true if the ring writes pages of sets of regions. A repair is repeated when they are written.
+    pub fn is_writing_pages(&self) -> bool {
+        !self.pages.is_empty()
+    }
+
     /// Returns true if pages of sets of regions can be written beside the ring.
     pub fn can_write_pages(&self) -> bool {
         let is_broken = self.broken.get(&Broken::Page).is_some_and(|times| *times > 0);
-        self.pages.is_empty() && !self.full_for_pages && !is_broken
+        !self.full_for_pages && !is_broken
     }
 
     /// Some of the running requests have read the block already.

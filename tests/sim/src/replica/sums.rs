@@ -416,11 +416,6 @@ impl Replica {
         // They write sound data, because the rot could not be noticed.
         let lost = &self.durable.lost;
         self.ops.values_mut().for_each(|op| op.read_before.retain(|block, _| lost.contains_key(block)));
-        self.forget_stored_sums();
-    }
-
-    /// No stored sum counts any more. Those of known blocks do.
-    pub(super) fn forget_stored_sums(&mut self) {
         self.void_summing();
         self.known_rot.forget_pages();
         self.durable.sums.clear();

@@ -80,8 +80,10 @@ impl Simulation {
         if !has_source || !is_covered && !replica.is_known_rotten(block) {
             return;
         }
-        let may_be_refused = replica.known_rot.has_untracked() && !replica.can_write_pages();
-        if may_be_refused && !replica.files.has_vanished(block) {
+        if replica.is_writing_pages() {
+            return self.count("repairs refused beside the write of a set");
+        }
+        if !replica.can_write_pages() && !replica.files.has_vanished(block) {
             // The sums have ended by then, and the scrub has just met the rot.
             replica.know_rot(block, block_range(block), sabotage);
         }
@@ -104,8 +106,7 @@ impl Simulation {
             self.violate(format!("a repair of replica {at} has forgotten the rot of block {block}"));
         }
         self.count(match repaired {
-            Ok(true) => "blocks of snapshots repaired",
-            Ok(false) => "repairs without sums",
+            Ok(()) => "blocks of snapshots repaired",
             Err(reason) => reason,
         });
         if is_beside && repaired.is_ok() {
