@@ -243,14 +243,14 @@ fn another_device_of_the_same_name_is_left_alone() {
     let device = host.device.to_str().unwrap();
     run("losetup", &["--detach", device]);
     run("losetup", &[device, &host.path("device")]);
-    host.assert_refused(&plan, "its diskseq is");
+    host.assert_refused(&plan, "the diskseq is");
     // After a start of the host, a name without a serial number means nothing.
     let text = host.discover(&[]);
     let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
     let plan = host.review(&text.replace(boot_id.trim(), "another-boot"));
     host.assert_refused(&plan, "the host was restarted");
     let plan = host.review(&text.replace(&SIZE_BYTES.to_string(), "4096"));
-    host.assert_refused(&plan, "its size_bytes is");
+    host.assert_refused(&plan, "the size_bytes is");
 }
 
 #[test]
