@@ -25,6 +25,7 @@ mod packages;
 mod pod;
 mod processes;
 mod provisioner;
+mod replacement;
 mod sidecars;
 mod small_disk;
 pub mod soak;
@@ -50,6 +51,7 @@ pub use packages::{build_packages, build_packages_of, in_target, other_build, pr
 pub use pod::{kill_agent_pod, push_agent_image, start_agent_pod};
 pub use processes::{compare_exports, engine_status, is_whole, replica_status, signal, until_whole};
 pub use provisioner::Provisioner;
+pub use replacement::{Replacement, longest_request};
 pub use shorthorn_testkit::binary;
 pub use sidecars::Sidecars;
 pub use small_disk::SmallDisk;

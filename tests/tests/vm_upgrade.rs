@@ -4,19 +4,13 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use shorthorn_tests::{FioRuns, NODE, Ready, VmHost, until};
+use shorthorn_tests::{FioRuns, NODE, Ready, Replacement, VmHost, longest_request, until};
 use shorthorn_vmkit::Kernel;
 
 const LIMIT: Duration = Duration::from_secs(300);
 /// The limit for a request beyond the time of a replacement. After a kill on NBD, the timer of the request
 /// takes 3 s of it at most (`REQUEST_TIMER_MS` in the frontend). The rest is for emulated processors.
 const REQUEST_LIMIT: Duration = Duration::from_secs(5);
-/// The limit for a request while systemd restarts the engine of a ublk device, in virtual time.
-///
-/// Virtual time is 1 ns for each instruction of both processors, so the limit bounds the length of the path.
-/// While both processors wait for a disk it follows the clock of the host: hence the distance to the figures
-/// in docs/frontends.md.
-const RESTART_LIMIT: Duration = Duration::from_millis(500);
 
 #[test]
 fn an_engine_is_replaced_under_load_on_ublk() -> Result<()> {
@@ -26,91 +20,6 @@ fn an_engine_is_replaced_under_load_on_ublk() -> Result<()> {
 #[test]
 fn an_engine_is_replaced_under_load_on_nbd() -> Result<()> {
     replaced_under_load(Kernel::Nbd, "nbd")
-}
-
-/// Measures the parts of the pause when the engine is replaced or killed, in virtual time: it counts
-/// instructions, so the figures repeat. They are printed. A restart on ublk has [`RESTART_LIMIT`].
-#[test]
-fn the_pause_of_an_upgrade_by_its_parts() -> Result<()> {
-    let host = VmHost::start(VmHost::options(Kernel::Ublk).icount().command_limit(LIMIT))?;
-    host.sh("modprobe -a ublk_drv nbd")?;
-    for frontend in ["ublk", "nbd"] {
-        parts_of_a_pause(&host, frontend).with_context(|| logs(&host))?;
-    }
-    Ok(())
-}
-
-fn parts_of_a_pause(host: &VmHost, frontend: &str) -> Result<()> {
-    let volume = format!("pause-{frontend}");
-    host.ctl(&format!(
-        "volume create {volume} --size 16MiB --replicas 3 --frontend {frontend} --soft-anti-affinity"
-    ))?;
-    host.ctl(&format!("volume attach {volume} --node {NODE}"))?;
-    // First writes take longer, which is not under test.
-    host.sh(&format!(
-        "fio --name=fill --filename=/dev/longhorn/{volume} --rw=write --bs=1m --ioengine=libaio --direct=1"
-    ))?;
-    for (depth, name) in [(1, "restart"), (16, "restart"), (16, "kill -9")] {
-        let replace = if name == "restart" { restart(&volume) } else { kill(&volume) };
-        host.sh(&format!(
-            "fio --name=load --filename=/dev/longhorn/{volume} --rw=randwrite --bs=4k --ioengine=libaio \
-             --direct=1 --iodepth={depth} --time_based --runtime=1s --output-format=json \
-             --output=/root/pause & sleep 0.5; {}; wait $!",
-            timed(&replace)
-        ))?;
-        let (longest, away) = (longest_request(host, "/root/pause")?, away(host)?);
-        println!(
-            "{frontend}, depth {depth}, {name}: the longest request took {longest:?}, the replacement \
-             {away:?} of virtual time"
-        );
-        let unit = format!("shorthorn-engine@{volume}");
-        println!(
-            "{}",
-            host.sh(&format!(
-                "journalctl --sync; journalctl --no-pager --output short-precise --lines 24 -u {unit}"
-            ))?
-        );
-        let limit = if (frontend, name) == ("ublk", "restart") { RESTART_LIMIT } else { REQUEST_LIMIT };
-        ensure!(longest < limit, "{name}: a request has waited for {longest:?}, and may for {limit:?}");
-    }
-    host.ctl(&format!("volume detach {volume}")).map(drop)
-}
-
-/// Returns the script that restarts the engine of `volume`.
-fn restart(volume: &str) -> String {
-    format!("systemctl restart shorthorn-engine@{volume}")
-}
-
-/// Returns the script that kills the engine of `volume` and waits until the next one is ready.
-fn kill(volume: &str) -> String {
-    format!(
-        "unit=shorthorn-engine@{volume}; main_pid() {{ systemctl show --property MainPID --value $unit; }}; \
-         old=$(main_pid); kill -9 $old; for n in $(seq 2400); do new=$(main_pid); test $new != 0 && test \
-         $new != $old && systemctl is-active --quiet $unit && break; sleep 0.05; done; systemctl is-active \
-         $unit"
-    )
-}
-
-/// Returns a script that also records the milliseconds that `script` takes. See [`away`].
-fn timed(script: &str) -> String {
-    format!("begin=$(date +%s%N); {script}; echo $((($(date +%s%N) - begin) / 1000000)) > /root/away")
-}
-
-/// Returns the time that the last script of [`timed`] took, by the clock of the guest.
-fn away(host: &VmHost) -> Result<Duration> {
-    Ok(Duration::from_millis(host.sh("cat /root/away")?.parse()?))
-}
-
-/// Returns the time of the longest request in fio's reports `files`.
-fn longest_request(host: &VmHost, files: &str) -> Result<Duration> {
-    let mut longest_ns = None;
-    let reports = host.sh(&format!("cat {files}"))?;
-    for report in serde_json::Deserializer::from_str(&reports).into_iter::<serde_json::Value>() {
-        let report = report?;
-        let of = |direction: &str| report["jobs"][0][direction]["lat_ns"]["max"].as_u64();
-        longest_ns = longest_ns.max(of("read")).max(of("write"));
-    }
-    Ok(Duration::from_nanos(longest_ns.context("fio tells no latency")?))
 }
 
 fn replaced_under_load(kernel: Kernel, frontend: &str) -> Result<()> {
@@ -140,7 +49,7 @@ fn replace_under_load(host: &VmHost, frontend: &str) -> Result<()> {
         // systemd limits the starts of a unit in a minute, also those that are asked for.
         host.sh("systemctl reset-failed 'shorthorn-engine@*'")?;
         let took = replaced(host, frontend, &load, || {
-            host.sh(&restart("v1"))?;
+            host.sh(&Replacement::Restart.script("v1"))?;
             Ok(format!("systemctl restart {number}"))
         })?;
         longest_replacement = longest_replacement.max(took);
@@ -184,9 +93,9 @@ fn killed_after_a_handover(host: &VmHost) -> Result<()> {
     host.sh(
         "for n in $(seq 1200); do grep -q '[1-9]' /sys/block/nbd0/inflight && exit; sleep 0.05; done; exit 1",
     )?;
-    host.sh(&timed(&kill("v1")))?;
+    host.sh(&Replacement::Kill.timed("v1"))?;
     host.finish(load, LIMIT).context("fio saw an error after a kill")?;
-    let (longest, away) = (longest_request(host, "/root/killed")?, away(host)?);
+    let (longest, away) = (longest_request(host, "/root/killed")?, Replacement::took(host)?);
     println!("nbd, kill -9: the longest request took {longest:?}, the next engine served after {away:?}");
     ensure!(longest < away + REQUEST_LIMIT, "a request has waited for {longest:?}");
     let kept = engine_sockets(host)?.intersection(&sockets).count();

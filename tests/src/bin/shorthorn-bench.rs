@@ -8,7 +8,7 @@ use anyhow::Result;
 use clap::Parser;
 use shorthorn_tests::bench::{
     Cost, CostFigure, Measured, RebuildFigures, Row, Target, TargetKind, VmFigure, WORKLOADS, measure_cost,
-    measure_encryption, measure_in_vm, measure_rebuild, median, no_encryption, print,
+    measure_encryption, measure_in_vm, measure_pauses, measure_rebuild, median, no_encryption, print,
 };
 
 /// Measures volumes behind the NBD socket beside fio on plain files and an NBD server with one hop.
@@ -71,15 +71,15 @@ fn main() -> Result<()> {
         on_this_host(&arguments)?;
     }
     if is_all || arguments.only_intent {
-        what_costs(
+        costs(
             &arguments,
             Cost::Noting,
             "regions cleared and marked dirty again, against regions that stay dirty",
         )?;
     }
     if is_all || arguments.only_sums {
-        what_costs(&arguments, Cost::Sums, "with sums of blocks, against none")?;
-        what_costs(&arguments, Cost::VerifiedReads, "verified reads, against reads")?;
+        costs(&arguments, Cost::Sums, "with sums of blocks, against none")?;
+        costs(&arguments, Cost::VerifiedReads, "verified reads, against reads")?;
     }
     if is_all || arguments.only_encryption {
         encrypting(&arguments)?;
@@ -89,6 +89,7 @@ fn main() -> Result<()> {
     }
     if is_all && !arguments.no_vm || arguments.only_vm {
         in_a_vm(&arguments)?;
+        pauses()?;
     }
     Ok(())
 }
@@ -128,7 +129,7 @@ fn on_this_host(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-fn what_costs(arguments: &Arguments, cost: Cost, what: &str) -> Result<()> {
+fn costs(arguments: &Arguments, cost: Cost, what: &str) -> Result<()> {
     let turns = arguments.rounds * COST_TURNS;
     progress(&format!("{turns} turns: {what}"));
     print_costs(measure_cost(cost, &arguments.dir, arguments.seconds, turns)?, turns, what);
@@ -228,6 +229,22 @@ fn in_a_vm(arguments: &Arguments) -> Result<()> {
                 median(&ublk) / median(&nbd)
             );
         }
+    }
+    Ok(())
+}
+
+fn pauses() -> Result<()> {
+    progress("the pause while an engine is replaced");
+    println!("\nThe pause while an engine is replaced, 3 replicas in a virtual machine, virtual time");
+    for pause in measure_pauses()? {
+        println!(
+            "  {:<4} depth {:>2}, {:<8} the longest request took {:>5} ms, the replacement {:>5} ms",
+            pause.frontend,
+            pause.depth,
+            format!("{:?}:", pause.replacement),
+            pause.longest_request.as_millis(),
+            pause.replaced.as_millis(),
+        );
     }
     Ok(())
 }
