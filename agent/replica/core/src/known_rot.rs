@@ -420,6 +420,19 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         })
     }
 
+    /// Returns true if data with this sum repairs the block, of whose rot an engine knows. It is the former
+    /// data, and no request may have given the block other data. If the sums of its region count, they count
+    /// after the repair too.
+    #[must_use]
+    pub fn is_repaired_by(&self, block: u64, given: u32) -> bool {
+        self.blocks.get(&block).is_some_and(|known| {
+            known.is_reported
+                && known.former == Some(given)
+                && known.failed.is_empty()
+                && known.change.is_none()
+        })
+    }
+
     /// Returns the sum to store for a block whose data has the sum `found`. Rot keeps the sum of the correct
     /// data, and a lost block gets a wrong sum.
     #[must_use]

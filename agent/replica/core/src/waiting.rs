@@ -54,7 +54,19 @@ impl<M, T> WaitingRequests<M, T> {
     /// Returns the modification of `range` if it may be executed. Else it waits until its regions are durably
     /// in the sets, because a crash would otherwise leave unknown differences between the replicas.
     pub fn admit(&mut self, state: &mut ReplicaState, range: ByteRange, modification: M) -> Option<M> {
-        if state.intent_log_mut().admit(range) == Admit::Go {
+        let admitted = state.intent_log_mut().admit(range);
+        self.admitted(admitted, modification)
+    }
+
+    /// Returns the repair of `range` like [`WaitingRequests::admit`]. The sums of its regions
+    /// [count further](WriteIntentLog::admit_repair).
+    pub fn admit_repair(&mut self, state: &mut ReplicaState, range: ByteRange, repair: M) -> Option<M> {
+        let admitted = state.intent_log_mut().admit_repair(range);
+        self.admitted(admitted, repair)
+    }
+
+    fn admitted(&mut self, admitted: Admit, modification: M) -> Option<M> {
+        if admitted == Admit::Go {
             return Some(modification);
         }
         self.is_stalled = false;

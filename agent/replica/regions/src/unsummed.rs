@@ -3,6 +3,9 @@
 //! A region leaves the set when the sums of its blocks are durable, and no request has modified it since they
 //! were read. It enters the set durably before it is modified, as it does the others. So a region that is not
 //! in the file of the set matches its sums, whatever has stopped at any time.
+//!
+//! The repair of rot gives a block the data that its sum demands. The region therefore stays out of the set,
+//! and is read back later, to see that the repair is complete.
 
 use std::ops::Range;
 
@@ -18,7 +21,8 @@ pub const SUMMED_AT_ONCE_MAX: u32 = 64;
 #[derive(Clone, Debug)]
 pub(crate) struct Unsummed {
     pub set: PagedSet,
-    /// Regions of the set that have to be summed, because they hold data as far as is known.
+    /// Regions that have to be summed, because they hold data as far as is known. Those that are not in the
+    /// set were repaired, and have to be read back.
     todo: RegionSet,
     summing: Option<Summing>,
 }
@@ -77,6 +81,14 @@ impl Unsummed {
         self.set.put(run)
     }
 
+    /// Prepares a repair of the regions that keeps their sums. Regions without sums stay as they are.
+    pub fn repair(&mut self, run: Range<u32>) {
+        if let Some(summing) = &mut self.summing {
+            summing.spoiled |= summing.mask(&run); // they are read back once more
+        }
+        self.todo.insert_run(run);
+    }
+
     pub fn is_summed(&self, region: u32) -> bool {
         !self.set.contains(region)
     }
@@ -109,7 +121,7 @@ impl Unsummed {
         let first = run.start;
         let mut begun = 0;
         for region in run.take(SUMMED_AT_ONCE_MAX as usize) {
-            if self.todo.contains(region) && self.set.contains(region) && !intent.contains(region) {
+            if self.todo.contains(region) && !intent.contains(region) {
                 begun |= 1 << (region - first);
             }
         }

@@ -285,14 +285,32 @@ impl WriteIntentLog {
     /// case.
     pub fn admit(&mut self, range: ByteRange) -> Admit {
         let touched = self.regions.touched(range);
-        let mut lacking = self.intent.put(touched.clone());
-        for (_, set) in &mut self.out_of_sync {
-            lacking |= set.put(touched.clone());
-        }
+        let mut lacking = self.put_dirty(&touched);
         if let Some(unsummed) = &mut self.unsummed {
             lacking |= unsummed.modify(touched);
         }
         if lacking == 0 { Admit::Go } else { Admit::Wait }
+    }
+
+    /// Decides like [`WriteIntentLog::admit`] about a repair of rot. Its data has the sums that count, so
+    /// that they count further. A crash may leave its blocks half written, and other rot in the region.
+    pub fn admit_repair(&mut self, range: ByteRange) -> Admit {
+        let touched = self.regions.touched(range);
+        let lacking = self.put_dirty(&touched);
+        if let Some(unsummed) = &mut self.unsummed {
+            unsummed.repair(touched);
+        }
+        if lacking == 0 { Admit::Go } else { Admit::Wait }
+    }
+
+    /// Puts regions into the intent set and the out-of-sync sets. Returns the pages that have to be written
+    /// before these are durable, as a mask.
+    fn put_dirty(&mut self, touched: &Range<u32>) -> u64 {
+        let mut lacking = self.intent.put(touched.clone());
+        for (_, set) in &mut self.out_of_sync {
+            lacking |= set.put(touched.clone());
+        }
+        lacking
     }
 
     /// Begins the next page write that is due. Returns none if no page is due, or enough writes are under

@@ -12,8 +12,19 @@ use crate::error::ReplicaError;
 impl Executor {
     /// Returns true if the modification in `slot` may be executed. If not, it is started again when that may
     /// be so.
-    pub(super) fn admit(&mut self, slot: u16, range: ByteRange) -> bool {
-        self.marks.admit(&mut self.state, range, slot)
+    ///
+    /// # Errors
+    /// See [`Executor::keep_rot`].
+    pub(super) fn is_admitted(
+        &mut self,
+        slot: u16,
+        range: ByteRange,
+        ring: &mut Ring,
+    ) -> Result<bool, Errno> {
+        if self.repairs_rot(slot, range) {
+            return Ok(self.marks.admit_repair(&mut self.state, range, slot));
+        }
+        Ok(self.keep_rot(slot, range, ring)? && self.marks.admit(&mut self.state, range, slot))
     }
 
     /// Starts the writes that waiting requests depend on. The caller has started all requests that came

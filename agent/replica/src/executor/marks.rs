@@ -69,6 +69,12 @@ impl Marks {
         self.waiting.admit(state, range, slot).is_some()
     }
 
+    /// Returns true if the repair in `slot` may be executed, like [`Marks::admit`]. The sums of its regions
+    /// count further.
+    pub fn admit_repair(&mut self, state: &mut ReplicaState, range: ByteRange, slot: u16) -> bool {
+        self.waiting.admit_repair(state, range, slot).is_some()
+    }
+
     /// Lets the mark in `slot` wait until the change with this ticket is durable.
     pub fn add_mark(&mut self, slot: u16, ticket: Ticket) {
         self.waiting.add_mark(slot, ticket);

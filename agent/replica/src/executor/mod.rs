@@ -186,7 +186,7 @@ impl Executor {
                 let range = self.checked(&header)?;
                 // The regions are recorded first: otherwise a crash would leave unknown differences between
                 // the replicas.
-                if self.keep_rot(slot, range, ring)? && self.admit(slot, range) {
+                if self.is_admitted(slot, range, ring)? {
                     // Not before: a request that is not admitted modifies nothing.
                     self.record_rot_of_head(slot)?;
                     self.sums_follow(slot, range);

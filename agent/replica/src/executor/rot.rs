@@ -62,6 +62,34 @@ impl Executor {
         self.state.views().report().views().all(|view| view.members.without(me).is_empty())
     }
 
+    /// Returns true if the request in the slot repairs all that it writes. An engine knows that these blocks
+    /// hold rot, and the data has their sums, which count. A crash during the repair must not end the sums.
+    /// The block may be half written then, and the region may have other rot.
+    pub(super) fn repairs_rot(&self, slot: u16, range: ByteRange) -> bool {
+        let header = &self.work(slot).header;
+        let may_repair = matches!(header.opcode, Opcode::Write | Opcode::WriteZeroes);
+        let known = &self.block_sums.known;
+        let is_repaired = |block: ByteRange| {
+            let number = number_of(block);
+            known.is_reported(number) && known.is_repaired_by(number, self.given_sum(slot, block))
+        };
+        may_repair
+            && !known.is_empty()
+            && !is_rot_of_head(header)
+            && range == range.grown_to_blocks()
+            && self.is_summed(range)
+            && block_ranges(range).all(is_repaired)
+    }
+
+    /// Returns the sum of the data that the request in the slot gives a whole block.
+    fn given_sum(&self, slot: u16, block: ByteRange) -> u32 {
+        let work = self.work(slot);
+        match work.header.opcode {
+            Opcode::Write => block_sum(self.buffers.part(slot, work.blocks.offset(), block).crc32c()),
+            _ => self.block_sums.zero_sum,
+        }
+    }
+
     /// The data that `block` gets from the request in the slot. A repair writes blocks of zeroes as such.
     fn after(&self, slot: u16, range: ByteRange, block: ByteRange) -> After {
         let work = self.work(slot);
@@ -71,11 +99,8 @@ impl Executor {
             _ if !is_whole => After::Unmerged,
             // Rot that is all zeroes, too, is not data that the block may hold after a failure.
             Opcode::Write if is_rot_of_head(&work.header) => After::Rot,
-            Opcode::Write => {
-                let sum = block_sum(self.buffers.part(slot, work.blocks.offset(), block).crc32c());
-                self.block_sums.after(number_of(block), sum)
-            }
-            _ => After::Sum(self.block_sums.zero_sum),
+            Opcode::Write => self.block_sums.after(number_of(block), self.given_sum(slot, block)),
+            _ => After::Sum(self.given_sum(slot, block)),
         }
     }
 

@@ -219,17 +219,23 @@ impl Executor {
     /// Writes the page, as soon as its sums of other regions are loaded.
     fn write_sums(&mut self, number: u64, ring: &mut Ring) -> bool {
         let Some(at) = self.sum_page(number, ring) else { return false };
-        let BlockSums { pages, job, known, .. } = &mut self.block_sums;
         for place in 0..BLOCKS_PER_SUM_PAGE {
+            let block = number * BLOCKS_PER_SUM_PAGE as u64 + place as u64;
+            let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES);
+            let counts = range.is_ok_and(|range| self.is_summed(range));
+            let BlockSums { pages, job, known, .. } = &mut self.block_sums;
             let sum = job.sum(place);
-            if sum != SUM_UNKNOWN {
-                let block = number * BLOCKS_PER_SUM_PAGE as u64 + place as u64;
-                if known.has(block) {
-                    job.add_known(block, sum);
-                }
-                pages.sums_mut(at).set(place, known.sum_to_store(block, sum));
+            if sum == SUM_UNKNOWN {
+                continue;
             }
+            if known.has(block) {
+                job.add_known(block, sum);
+            } else if counts {
+                continue; // the region was repaired: its block may have rot that was not found yet
+            }
+            pages.sums_mut(at).set(place, known.sum_to_store(block, sum));
         }
+        let BlockSums { pages, job, .. } = &mut self.block_sums;
         if !pages.write(at, number, &mut self.in_flight, ring) {
             return false;
         }

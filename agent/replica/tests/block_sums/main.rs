@@ -148,6 +148,42 @@ fn rot_stays_known_until_a_repair_has_succeeded() {
     assert_eq!(read_checked(&mut client, 47 * BLOCK, BLOCK), Err(ROTTEN));
 }
 
+/// The process may end in a repair, or before the rest of the region is repaired. The next one is not to give
+/// the rot to other members as the data of a dirty region.
+#[test]
+fn rot_is_known_after_a_crash_between_repairs() {
+    let base = base();
+    let spec = spec_of(base.path());
+    let (mut replica, mut client) = summed(&spec);
+    [3, 4, 47].into_iter().for_each(|block| rot(&spec, block));
+    for block in [4, 3, 47] {
+        assert_eq!(verify(&mut client, block * BLOCK, BLOCK), Err(ROTTEN));
+    }
+    let repair = |client: &mut Client, block: u64| {
+        let at = usize::try_from(block * BLOCK).unwrap();
+        client.write(block * BLOCK, &pattern(1, 65536)[at..at + 4096]).unwrap();
+    };
+    repair(&mut client, 3);
+    client.call(Opcode::WriteZeroes, Flags::NONE, 47 * BLOCK, 4096, &[]).unwrap();
+    // As if a loss of power had torn the first repair.
+    rot(&spec, 3);
+    replica.kill();
+    let replica = Replica::start(&spec);
+    let mut client = replica.open(generation(2));
+    for block in [3, 4] {
+        assert_eq!(verify(&mut client, block * BLOCK, BLOCK), Err(ROTTEN), "block {block}");
+        repair(&mut client, block);
+    }
+    assert_eq!(read_checked(&mut client, 0, 65536), Ok(pattern(1, 65536)));
+    assert_eq!(verify(&mut client, 2 * REGION, REGION).map(drop), Ok(()));
+    rot(&spec, 47);
+    assert_eq!(verify(&mut client, 47 * BLOCK, BLOCK), Err(ROTTEN), "the sums of its region count");
+    // Other data ends the sums.
+    client.write(3 * BLOCK, &pattern(5, 4096)).unwrap();
+    assert!(!is_summed(&spec, SIZE, 0));
+    assert_eq!(read_checked(&mut client, 3 * BLOCK, BLOCK), Ok(pattern(5, 4096)));
+}
+
 /// The disk has written a part of the data: that is sound, and so is the untouched part.
 #[test]
 fn rot_stays_known_if_the_disk_has_no_space_for_other_data() {

@@ -355,3 +355,50 @@ fn missed_regions_keep_the_stamp_of_who_misses_them() {
     assert!(again.load_out_of_sync(id(3), &file[..PAGE_BYTES]).unwrap().0);
     assert_eq!(stamp_of(&again, 3), 9);
 }
+
+/// Returns sets whose regions have sums and are clean.
+fn summed() -> WriteIntentLog {
+    let mut intent_log = intent_log(10);
+    intent_log.keep_unsummed(None);
+    intent_log.want_sums(0..10);
+    assert!(intent_log.begin_sums(0..10));
+    intent_log.end_sums(true);
+    assert!((0..10).all(|region| intent_log.is_summed(region)) && !intent_log.wants_sums());
+    intent_log
+}
+
+fn write_page(intent_log: &mut WriteIntentLog, of: SetKey) {
+    let PageWrite { slot, key, .. } = intent_log.begin_write(false).unwrap();
+    assert_eq!(key, of);
+    intent_log.end_write(slot, true);
+}
+
+#[test]
+fn a_repair_leaves_the_sums_of_its_region_and_has_it_read_back() {
+    let mut intent_log = summed();
+    assert_eq!(intent_log.admit_repair(range(3, 1)), Admit::Wait, "the members may differ");
+    write_page(&mut intent_log, SetKey::Intent);
+    assert_eq!(intent_log.admit_repair(range(3, 1)), Admit::Go);
+    assert!(intent_log.is_summed(3) && intent_log.next_to_sum(0).is_none(), "it is dirty");
+    intent_log.mark(&mark(RegionsOf::Intent, MarkAction::Clear, &[(3, 1)])).unwrap();
+    assert_eq!(intent_log.next_to_sum(0), Some(3));
+    assert!(intent_log.begin_sums(3..4) && intent_log.is_summed(3));
+    intent_log.admit_repair(range(3, 1));
+    intent_log.end_sums(true);
+    assert!(intent_log.is_summed(3) && intent_log.wants_sums(), "another repair: it is read back again");
+    intent_log.mark(&mark(RegionsOf::Intent, MarkAction::Clear, &[(3, 1)])).unwrap();
+    assert!(intent_log.begin_sums(3..4));
+    intent_log.end_sums(true);
+    assert!(intent_log.is_summed(3) && !intent_log.wants_sums());
+}
+
+#[test]
+fn other_data_ends_the_sums_of_a_region_that_is_read_back() {
+    let mut intent_log = summed();
+    intent_log.admit_repair(range(3, 1));
+    intent_log.mark(&mark(RegionsOf::Intent, MarkAction::Clear, &[(3, 1)])).unwrap();
+    assert!(intent_log.begin_sums(3..4));
+    intent_log.admit(range(3, 1));
+    intent_log.end_sums(true);
+    assert!(!intent_log.is_summed(3) && intent_log.wants_sums());
+}

@@ -2,12 +2,12 @@ use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::fcntl::{FallocateFlags, fallocate};
 use shorthorn_replica_core::RotLimits;
 use shorthorn_store::{AlignedBuffer, LayerSums, LostBlock, LostBlocks, sum_of_zeroes};
-use shorthorn_types::Errno;
+use shorthorn_types::{Errno, MarkAction, MarkRegions, RegionsOf};
 use shorthorn_wire::{Flags, Header, Opcode};
 
 use super::*;
@@ -432,4 +432,51 @@ fn a_repair_looks_at_all_pages_of_the_regions_that_it_touches() {
     for (size_bytes, pages) in [(1 << 30, 4..5), (2 << 40, 4..5), (3 << 40, 4..6), (5 << 40, 4..8)] {
         assert_eq!(pages_of_regions(Regions::of(size_bytes), block), pages, "{size_bytes}");
     }
+}
+
+/// Executes the run of sums that is due now.
+fn sum_now(executor: &mut Executor, ring: &mut Ring) {
+    let mut completions = Vec::new();
+    executor.block_sums.schedule.wait_until(Instant::now());
+    executor.sum(ring);
+    assert!(executor.is_summing());
+    while executor.is_summing() {
+        ring.wait(Some(Duration::from_secs(5)), &mut completions).unwrap();
+        assert!(!completions.is_empty(), "the sums wait, and nothing happens");
+        for completion in completions.drain(..) {
+            executor.on_completion(completion, ring);
+        }
+        executor.sum(ring);
+    }
+}
+
+/// An engine repairs a block of the head, and clears the region. Sums beside it stay as they are.
+#[test]
+fn the_blocks_of_a_repaired_region_need_no_memory_once_it_is_read_back() {
+    let temp = tempfile::tempdir().unwrap();
+    let (store, owner, loaded) = new_store(&temp.path().join("replica"));
+    let mut executor = Executor::new(store, owner, loaded).unwrap();
+    executor.store.write_at(&[1; 4096], BLOCK * BLOCK_BYTES, true).unwrap();
+    let (mut ring, right) = (Ring::new(16).unwrap(), sum_of_data(&[7; 4096]));
+    sum_region(&mut executor, right, &mut ring);
+    let at = executor.sum_page(0, &mut ring).unwrap();
+    let beside = ByteRange::new((BLOCK + 2) * BLOCK_BYTES, BLOCK_BYTES).unwrap();
+    executor.block_sums.pages.sums_mut(at).set(number_in_page(beside), 99);
+    let known = &mut executor.block_sums.known;
+    assert!(known.keep_some([(BLOCK, right), (BLOCK + 1, sum_of_zeroes())]));
+    known.reported(BLOCK);
+    executor.assign(0, Header::request(Opcode::Write, 1, BLOCK * BLOCK_BYTES, 4096));
+    executor.payload(0).copy_from(&[7; 4096]);
+    executor.start(0, &mut ring);
+    end_requests(&mut executor, 1, &mut ring, |_, _, _| {});
+    executor.free(0);
+    let block = ByteRange::new(BLOCK * BLOCK_BYTES, BLOCK_BYTES).unwrap();
+    assert!(executor.is_summed(block) && executor.block_sums.known.has(BLOCK));
+    let (of, action) = (RegionsOf::Intent, MarkAction::Clear);
+    let mark = MarkRegions { of, action, runs: vec![(0, 1)], stamp: 0, size_bytes: 0 };
+    executor.state.intent_log_mut().mark(&mark).unwrap();
+    sum_now(&mut executor, &mut ring);
+    assert!(executor.is_summed(block) && executor.block_sums.known.is_empty());
+    assert_eq!([block, beside].map(|block| executor.kept_sum(block)), [right, 99]);
+    assert!(!executor.state.intent_log().wants_sums());
 }
