@@ -143,6 +143,9 @@ pub struct Files {
     pub rot: BTreeMap<u64, Rotten>,
     /// Blocks of the snapshot that the disk has lost, with their data, and that requests have made zeroes of.
     covered: BTreeMap<u64, Block>,
+    /// Blocks of the head that a repair gives their former data, with the rot. A loss of power may bring that
+    /// back.
+    repaired: BTreeMap<u64, (Rotten, Block)>,
     /// The number of blocks whose content from before their rot was restored.
     heals: u64,
     /// True if the head has got a block that was owed to it.
@@ -426,7 +429,9 @@ impl Files {
                 (rotten.right(), rotten.is_lost)
             }
             Some(rotten) => {
-                self.head.replace_durable(block, Some(rotten.right()));
+                if !self.stays_until_sync(block, rotten, content) {
+                    self.head.replace_durable(block, Some(rotten.right()));
+                }
                 self.rot.remove(&block);
                 (rotten.right(), rotten.is_lost)
             }
@@ -444,6 +449,28 @@ impl Files {
                 Rotten { is_lost, is_reported, is_merged: true, ..Rotten::new(merged, false) },
             );
         }
+    }
+
+    /// Returns true if `content` repairs a block of the head. Its rot then stays on the disk until a sync.
+    fn stays_until_sync(&mut self, block: u64, rotten: Rotten, content: &Block) -> bool {
+        let is_plain = rotten.owed.is_none() && !rotten.is_lost && !rotten.is_merged && !rotten.shows_former;
+        let found = self.head.get(block).filter(|_| is_plain && self.head.is_final(block));
+        let Some(found) = found.filter(|_| *content == rotten.was) else { return false };
+        self.repaired.insert(block, (Rotten::new(rotten.was, false), found));
+        true
+    }
+
+    /// Loses the power, and returns the blocks in which repaired rot is back.
+    pub fn lose_power(&mut self, rng: &mut Rng) -> Vec<u64> {
+        self.head.lose_power(rng);
+        let mut back = Vec::new();
+        for (block, (rotten, found)) in std::mem::take(&mut self.repaired) {
+            if self.head.get(block) == Some(found) && !self.rot.contains_key(&block) {
+                self.rot.insert(block, rotten);
+                back.push(block);
+            }
+        }
+        back
     }
 
     /// Heals all blocks, with the lost ones if these are given up too.
@@ -466,6 +493,7 @@ impl Files {
     /// Drops the head, with its rot.
     pub fn drop_head(&mut self) {
         self.head = SparseFile::default();
+        self.repaired.clear();
         self.rot.retain(|_, rotten| rotten.is_below);
     }
 

@@ -112,6 +112,8 @@ pub enum Sabotage {
     UntrackedRot,
     /// The sums of lost blocks that are merged with new data are not recorded.
     MergesUnrecorded,
+    /// The repair of a block ends the sums of its region, before it is durable.
+    RepairsEndSums,
     /// A repair of a snapshot makes its blocks unknown, also beside requests.
     RepairsCure,
     /// A repair of a snapshot shows its data in place of zeroes that a request has written.
@@ -244,6 +246,8 @@ pub const COVERED: &[&str] = &[
     "repairs without space",
     "repairs without the end of sums",
     "repairs refused beside the write of a set",
+    "repairs that keep sums",
+    "rot that a loss of power brings back",
     "blocks of snapshots that a source cannot read",
     "blocks of snapshots that no member can read",
     "sources without a limit",

@@ -2,6 +2,7 @@
 
 mod durable;
 mod execute;
+mod head_repair;
 mod lies;
 mod repair;
 mod sums;
@@ -114,6 +115,8 @@ pub struct Replica {
     pub doubted: BTreeSet<u64>,
     /// A block that counts as lost, although a request has given it other data.
     pub stale_lost: Option<u64>,
+    /// Regions that only repairs have modified since their sums count on the disk.
+    repaired_regions: BTreeSet<u32>,
     /// For [`Sabotage::StaleSectors`]: the sums of the last merges of parts of blocks.
     last_merged: BTreeMap<u64, u32>,
     /// True if the process has refused a modification, because it could not remember the rot beside it.
@@ -203,6 +206,7 @@ impl Replica {
             forgotten_rot: None,
             doubted: BTreeSet::new(),
             stale_lost: None,
+            repaired_regions: BTreeSet::new(),
             last_merged: BTreeMap::new(),
             is_refusing: false,
             is_under_repair: false,
@@ -278,8 +282,11 @@ impl Replica {
     /// Restores the disk from the copy: as after a loss of power at that time.
     pub fn restore_disk(&mut self, rng: &mut Rng) {
         let Some(Saved { mut files, mut durable, size_bytes, .. }) = self.saved.clone() else { return };
-        files.head.lose_power(rng);
+        for block in files.lose_power(rng) {
+            files.heal(block);
+        }
         durable.power_was_lost = true;
+        self.repaired_regions.clear();
         (self.files, self.durable, self.size_bytes) = (files, durable, size_bytes);
         self.is_rolled_back = true;
     }
@@ -306,6 +313,7 @@ impl Replica {
         self.durable.views = views;
         self.durable.views_before = None;
         self.durable.sets.clear();
+        self.repaired_regions.clear();
         self.files.heal_all(true);
         self.durable.lost.clear();
         if self.durable.rebuilding && !self.durable.is_snapshot_done {
@@ -332,12 +340,14 @@ impl Replica {
 
     pub fn restart(&mut self, boot: u64, sabotage: Option<Sabotage>) {
         let regions = Regions::of(self.size_bytes);
+        let is_set_whole = self.sums_on_disk().is_some();
         self.state = self.durable.start(self.id, regions, self.holds_data());
         self.remap();
         self.summing = None;
         self.forget_known_rot();
         self.load_lost();
         self.know_lost(sabotage);
+        self.find_ended_sums(is_set_whole);
         self.heal_unknown();
         self.boot = boot;
         self.up = true;

@@ -160,14 +160,18 @@ impl Simulation {
 
     fn execute(&mut self, at: usize, mut op: Op) {
         if let Some(range) = modified(&op.ask) {
-            if let Err(errno) = self.keep_rot(at, range) {
-                return self.answer(op.conn, op.number, Answer::Error(errno));
-            }
-            self.replicas[at].sums_end(range);
+            let is_repair = match self.prepare_sums(at, &op.ask, range) {
+                Ok(is_repair) => is_repair,
+                Err(errno) => return self.answer(op.conn, op.number, Answer::Error(errno)),
+            };
             let sabotaged = self.options.sabotage == Some(Sabotage::NoIntent);
             if !sabotaged {
                 let Replica { waiting, state, .. } = &mut self.replicas[at];
-                let Some(admitted) = waiting.admit(state, range, op) else { return self.write_pages(at) };
+                let admitted = match is_repair {
+                    true => waiting.admit_repair(state, range, op),
+                    false => waiting.admit(state, range, op),
+                };
+                let Some(admitted) = admitted else { return self.write_pages(at) };
                 op = admitted;
             }
             let sabotage = self.options.sabotage;
@@ -559,8 +563,7 @@ impl Simulation {
         replica.waiting = WaitingRequests::default();
         let admission = std::mem::take(&mut replica.admission);
         if power {
-            replica.files.head.lose_power(rng);
-            replica.durable.lose_power(rng);
+            self.lose_power(at, rng);
         }
         let mut open: Vec<ConnId> = admission.connections().collect();
         open.extend(admission.candidates().map(|(conn, _)| *conn));

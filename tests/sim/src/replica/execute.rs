@@ -35,7 +35,9 @@ impl Replica {
             Ask::Flush if breaks => {
                 // Data that was not durable may be lost, and the kernel reports that only once.
                 let mut rng = self.rng.fork();
-                self.files.head.lose_power(&mut rng);
+                for block in self.files.lose_power(&mut rng) {
+                    self.files.heal(block);
+                }
                 self.remap();
                 Answer::Error(Errno::IO)
             }

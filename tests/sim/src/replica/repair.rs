@@ -80,6 +80,7 @@ impl Replica {
 
     /// Ends the sums of the regions of `range`. Returns false if that cannot be stored now.
     fn end_sums_durably(&mut self, range: ByteRange) -> bool {
+        self.expect_no_sums(range);
         let intent_log = self.state.intent_log_mut();
         let regions = intent_log.regions().touched(range);
         intent_log.unsum(regions);

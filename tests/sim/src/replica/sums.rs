@@ -58,6 +58,11 @@ impl Replica {
         self.durable.sums.get(&block).copied().filter(|sum| *sum != NO_SUM && self.is_summed(block))
     }
 
+    /// Returns true if a page has a sum of the block, whether it counts or not.
+    pub(super) fn has_stored_sum(&self, block: u64) -> bool {
+        self.durable.sums.get(&block).is_some_and(|sum| *sum != NO_SUM)
+    }
+
     /// Returns true if any sum of the block counts.
     pub fn is_guarded(&self, block: u64) -> bool {
         self.known_rot.has(block) || self.kept_sum(block).is_some()
@@ -419,6 +424,7 @@ impl Replica {
         self.void_summing();
         self.known_rot.forget_pages();
         self.durable.sums.clear();
+        self.repaired_regions.clear();
         let regions = self.state.intent_log().regions();
         self.state.intent_log_mut().end_sums(false);
         self.state.intent_log_mut().unsum(0..regions.count());
@@ -433,7 +439,10 @@ impl Replica {
         let is_begun = |region: &u32| intent_log.is_being_summed(*region) || !intent_log.is_summed(*region);
         let blocks =
             regions.filter(is_begun).flat_map(|region| block_numbers(intent_log.regions().range(region)));
-        let sum = |block| self.known_rot.sum_to_store(block, self.sum_of(block));
+        // A region that was repaired is read back: its block may have rot that was not found yet.
+        let kept = |block| self.kept_sum(block).filter(|_| !self.known_rot.has(block));
+        let found = |block| self.known_rot.sum_to_store(block, self.sum_of(block));
+        let sum = |block| kept(block).unwrap_or_else(|| found(block));
         blocks.map(|block| (block, sum(block))).collect()
     }
 }
@@ -454,7 +463,7 @@ fn after(ask: &Ask, range: ByteRange, block: u64) -> After {
 }
 
 /// The data of a block that is in the range as a whole.
-fn content_of(ask: &Ask, range: ByteRange, block: u64) -> Block {
+pub(super) fn content_of(ask: &Ask, range: ByteRange, block: u64) -> Block {
     let Ask::Write(_, data, _) = ask else { return Block::default() };
     let at = |sector: usize| data[place(block * BLOCK_BYTES + sector as u64 * SECTOR_BYTES, range)];
     std::array::from_fn(at)

@@ -14,7 +14,7 @@ impl Simulation {
             return self.answer(op.conn, op.number, Answer::Error(Errno::NO_SPACE));
         }
         if size_bytes > replica.size_bytes {
-            replica.size_bytes = size_bytes;
+            replica.grows_to(size_bytes);
             let grown = replica.state.intent_log().grown(Regions::of(size_bytes));
             let files: Vec<_> = grown.files().collect();
             let done = if is_cut_off { left.min(files.len()) } else { files.len() };

@@ -189,6 +189,26 @@ impl Simulation {
         !is_cut_off
     }
 
+    /// Prepares the sums for a modification of `range`. Returns true if it is a repair, which keeps them.
+    pub(super) fn prepare_sums(&mut self, at: usize, ask: &Ask, range: ByteRange) -> Result<bool, Errno> {
+        let replica = &mut self.replicas[at];
+        let is_repair = replica.repairs_rot(ask);
+        let has_sums = is_repair && block_numbers(range).all(|block| replica.is_summed(block));
+        if !is_repair {
+            replica.expect_no_sums(range);
+        }
+        if has_sums {
+            replica.expect_sums(range);
+            self.count("repairs that keep sums");
+        }
+        if has_sums && self.options.sabotage != Some(Sabotage::RepairsEndSums) {
+            return Ok(true);
+        }
+        self.keep_rot(at, range)?;
+        self.replicas[at].sums_end(range);
+        Ok(false)
+    }
+
     /// Keeps the sums beside rot that a modification of `range` would end. If the replica refuses because of
     /// the limit, the operator restarts it after a while. Rot that is unknown then is healed.
     pub(super) fn keep_rot(&mut self, at: usize, range: ByteRange) -> Result<(), Errno> {
