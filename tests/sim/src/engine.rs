@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use shorthorn_core::{EngineCore, FlightLimits, PeerIndex, SlotId};
 use shorthorn_types::limits::BLOCK_BYTES;
-use shorthorn_types::{Errno, Generation, Members, ReplicaId, ReplicaReport, View};
+use shorthorn_types::{ByteRange, Errno, Generation, Members, ReplicaId, ReplicaReport, View};
 
 use crate::checker::Id;
 use crate::net::ConnId;
@@ -79,6 +79,24 @@ pub struct Lie {
     pub error: Option<Errno>,
 }
 
+/// The scrubs that an engine was sent.
+#[derive(Debug, Default)]
+pub struct OrderedScrubs {
+    /// The number of the last one.
+    pub number: u64,
+    /// True if any of them repairs.
+    pub may_repair: bool,
+    /// True if the last one was stopped.
+    pub is_stopped: bool,
+    /// The range of the check that had begun when it was stopped.
+    pub last_check: Option<ByteRange>,
+}
+
+/// Returns true if the engine has each read compared with checksums.
+pub fn verifies_reads(engine: u64) -> bool {
+    engine % 2 == 1
+}
+
 /// An engine process.
 #[derive(Debug)]
 pub struct EngineProc {
@@ -115,6 +133,7 @@ pub struct EngineProc {
     pub lies: BTreeMap<(u16, u16), Lie>,
     /// The place of the last read of each slot in its buffer, in sectors.
     pub read_to: BTreeMap<(u16, u16), usize>,
+    pub scrubs: OrderedScrubs,
 }
 
 impl EngineProc {
@@ -147,6 +166,7 @@ impl EngineProc {
             restarts_after: 0,
             lies: BTreeMap::new(),
             read_to: BTreeMap::new(),
+            scrubs: OrderedScrubs::default(),
         }
     }
 

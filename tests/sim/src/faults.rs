@@ -63,6 +63,9 @@ pub enum Fault {
     },
     /// A scrub repairs the snapshot of a replica for a while, beside requests.
     ScrubSnapshot { victim: usize, for_us: u64 },
+    /// A scrub compares the volume, so many bytes per second, and is stopped after a while. Without `repair`,
+    /// it only reports differences.
+    Scrub { repair: bool, bytes_per_s: u64, for_us: u64 },
     /// A replica process is killed, and another program opens the directory.
     OtherProgram { victim: usize, for_us: u64 },
     /// A host loses its engine's state file.
@@ -217,6 +220,8 @@ impl Fault {
             Fault::RotBlocks { vanish: false, .. } => "fault: rot blocks",
             Fault::RotBlocks { .. } => "fault: blocks vanish",
             Fault::ScrubSnapshot { .. } => "fault: scrub of a snapshot",
+            Fault::Scrub { repair: true, .. } => "fault: scrub",
+            Fault::Scrub { .. } => "fault: scrub that only reports",
             Fault::OtherProgram { .. } => "fault: another program",
             Fault::LoseState { .. } => "fault: lose state file",
             Fault::SaveController => "fault: save controller",

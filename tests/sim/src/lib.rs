@@ -31,6 +31,7 @@ mod opening;
 mod replica;
 mod replica_process;
 mod script;
+mod scrubs;
 mod shrink;
 mod simulation;
 mod tasks;
@@ -41,7 +42,7 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use fastrand::Rng;
-use shorthorn_core::{Event, PeerState, ScrubConfig};
+use shorthorn_core::{PeerState, ScrubConfig};
 use shorthorn_types::{Generation, Members, Regions, ReplicaId, View, ViewId};
 use shorthorn_views::ReplicaViews;
 
@@ -114,6 +115,10 @@ pub enum Sabotage {
     MergesUnrecorded,
     /// The repair of a block ends the sums of its region, before it is durable.
     RepairsEndSums,
+    /// A scrub that is only to report makes the members equal.
+    ReportsRepair,
+    /// A scrub that is stopped continues.
+    ScrubsGoOn,
     /// A repair of a snapshot makes its blocks unknown, also beside requests.
     RepairsCure,
     /// A repair of a snapshot shows its data in place of zeroes that a request has written.
@@ -233,6 +238,9 @@ pub const COVERED: &[&str] = &[
     "blocks that rot beside rot",
     "blocks that vanish above a snapshot",
     "fault: scrub of a snapshot",
+    "fault: scrub",
+    "fault: scrub that only reports",
+    "scrubs stopped",
     "fault: another program",
     "regions summed",
     "rot reported",
@@ -365,8 +373,7 @@ fn order_scrub(sim: &Rc<RefCell<Simulation>>) -> bool {
     let Some(engine) = sim.guest.engine.filter(|_| sim.guest.replicas.len() > 1) else { return false };
     let scrub = ScrubConfig { bytes_per_s: 0, repair: true };
     sim.trace(|| "the volume is scrubbed".to_owned());
-    sim.apply(engine, Event::Scrub(Some(scrub)));
-    true
+    sim.order_scrub(engine, 0, scrub)
 }
 
 fn make_simulation(script: &Script, options: Options) -> Simulation {

@@ -69,6 +69,8 @@ pub enum Mend {
     Lie(usize, LieAt, u64),
     /// The replica process that has failed ends, if it may, and is started again.
     Failed(usize, u64),
+    /// A scrub of an engine is stopped, if it is still this one.
+    Scrub(u64, u64),
     /// The engine process continues.
     Engine(u64, bool),
     /// The operator restarts the replica process, which refuses modifications beside rot.

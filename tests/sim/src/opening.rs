@@ -21,7 +21,9 @@ use shorthorn_views::{CannotStart, FencedReplica, NoPlan};
 use shorthorn_wire::Welcome;
 
 use crate::Sabotage;
-use crate::engine::{COPY_SLOTS, DEPTH, FLIGHT_LIMITS, LATE_LIMIT_MS, REPLICA_TIMEOUT_MS, index};
+use crate::engine::{
+    COPY_SLOTS, DEPTH, FLIGHT_LIMITS, LATE_LIMIT_MS, REPLICA_TIMEOUT_MS, index, verifies_reads,
+};
 use crate::engine_shell::ID_CALL;
 use crate::net::{Answer, Ask, ConnId, Message};
 use crate::occurrence::Occurrence;
@@ -283,7 +285,7 @@ impl Process {
             copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
             intent_interval_ms: 300,
             intent_keep_bytes: 0,
-            verify_reads: self.engine % 2 == 1,
+            verify_reads: verifies_reads(self.engine),
             refuses_requests: host.is_some_and(|host| sim.hosts[host].lost_writes),
         }
     }
@@ -344,7 +346,7 @@ impl Process {
             let mut sim = self.sim.borrow_mut();
             if sim.rng.u8(..) < 3 {
                 let scrub = ScrubConfig { bytes_per_s: 0, repair: true };
-                sim.apply(self.engine, Event::Scrub(Some(scrub)));
+                sim.order_scrub(self.engine, 0, scrub);
             }
         }
     }

@@ -6,6 +6,7 @@
 //! generator of scripts, and mostly one of the simulation.
 
 mod rot;
+mod scrubs;
 
 use fastrand::Rng;
 use serde::{Deserialize, Serialize};
@@ -154,6 +155,7 @@ impl Script {
         }
         script.choose_faults(&mut rng);
         script.add_rot();
+        script.add_scrubs();
         script
     }
 

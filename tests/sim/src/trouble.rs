@@ -138,6 +138,7 @@ impl Simulation {
                 let victim = self.victim(victim);
                 self.scrub_snapshot(victim, for_us)
             }
+            Fault::Scrub { repair, bytes_per_s, for_us } => self.scrub_for(repair, bytes_per_s, for_us),
             Fault::SaveDisk { victim } => {
                 let victim = self.victim(victim);
                 self.replicas[victim].save_disk();
@@ -260,6 +261,7 @@ impl Simulation {
                     lies.remove(&at);
                 }
             }
+            Mend::Scrub(engine, number) => self.stop_scrub(engine, number),
             Mend::Failed(replica, boot) => self.end_failed(replica, boot),
             Mend::Refusing(replica, boot) => self.restart_refusing(replica, boot),
             Mend::Engine(engine, tick_first) => self.resume_engine(engine, tick_first),

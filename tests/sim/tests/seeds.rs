@@ -11,7 +11,7 @@ const FRESH_SECONDS: u64 = 60;
 
 /// A sabotage has to be noticed within as many seeds. The rarest one is noticed in one of some hundred.
 const SABOTAGE_SEEDS: u64 = 4000;
-const SABOTAGES: [&str; 38] = [
+const SABOTAGES: [&str; 40] = [
     "no-second-turn",
     "holes-show-through",
     "stale-sectors",
@@ -25,6 +25,8 @@ const SABOTAGES: [&str; 38] = [
     "early-forgetting",
     "repairs-cure",
     "repairs-end-sums",
+    "reports-repair",
+    "scrubs-go-on",
     "repairs-uncover",
     "reports-forgotten",
     "merges-unrecorded",

@@ -127,6 +127,7 @@ impl Simulation {
     fn perform(&mut self, engine: u64, output: Output) {
         match output {
             Output::Send { peer, slot, operation, range, buffer_offset } => {
+                self.look_at_scrub(engine, operation, range);
                 if let Some(ask) = self.ask_of(engine, slot, operation, range, buffer_offset as usize / 512) {
                     self.send_request(engine, peer, slot, operation, ask);
                 }
@@ -163,7 +164,10 @@ impl Simulation {
             }
             Output::Resynced => self.count("resynced"),
             Output::ClearedAll => self.cleared_all(engine),
-            Output::ScrubFound { range, odd, .. } => self.scrub_found(engine, range, &odd),
+            Output::ScrubFound { range, odd, repaired } => {
+                self.look_at_report(engine, range, repaired);
+                self.scrub_found(engine, range, &odd);
+            }
             Output::RotFound { peer, range, is_copied } => self.rot_found(engine, peer, range, is_copied),
             Output::ScrubDone => {
                 self.scrubs_done += 1;
