@@ -489,6 +489,7 @@ fn core_config(spec: &EngineSpec, opened: &Opened, record: &DeviceRecord) -> Cor
         flight_limits: FLIGHT_LIMITS,
         size_bytes: spec.size_bytes,
         dirty: opened.dirty.clone(),
+        resync_sources: opened.resync_sources.clone(),
         out_of_sync: opened.out_of_sync.clone(),
         stamp: opened.stamp,
         out_of_sync_stamps: opened.out_of_sync_stamps.clone(),

@@ -50,6 +50,8 @@ pub struct Opened {
     pub size_bytes: u64,
     /// Regions in which the members may differ.
     pub dirty: RegionSet,
+    /// For every replica: the regions to resync from it.
+    pub resync_sources: Vec<RegionSet>,
     /// For every replica: the regions that it has missed, as far as the members know.
     pub out_of_sync: Vec<RegionSet>,
     /// For every replica: whether that is all that it has missed.
@@ -267,6 +269,7 @@ impl Opener<'_> {
             members,
             size_bytes: self.spec.size_bytes,
             dirty: opened.dirty,
+            resync_sources: opened.resync_sources,
             out_of_sync: opened.out_of_sync,
             is_out_of_sync_complete: opened.is_out_of_sync_complete,
             stamp: opened.stamp,

@@ -386,6 +386,7 @@ mod tests {
             flight_limits: FlightLimits { bytes: 1 << 20, requests: 1 },
             size_bytes: 1 << 20,
             dirty: RegionSet::empty(16),
+            resync_sources: Vec::new(),
             out_of_sync: Vec::new(),
             stamp: 0,
             out_of_sync_stamps: Vec::new(),

@@ -29,6 +29,9 @@ pub struct OutOfSyncSet {
 pub struct CombinedSets {
     /// The regions to resync: the union of the write intents. The members may differ in them.
     pub dirty: RegionSet,
+    /// For each member: the regions to resync from it, or from another one that has the region here. In the
+    /// other regions any member is the source.
+    pub sources: Vec<RegionSet>,
     /// The newest stamp that any member was sent; none if no member knows its stamp.
     pub stamp: Option<u32>,
     /// For each replica of the spec: its out-of-sync set.
@@ -56,6 +59,7 @@ impl CombinedSets {
 pub fn combine_sets(kept: &[KeptSets], replicas: usize, regions: u32) -> CombinedSets {
     let mut all = CombinedSets {
         dirty: RegionSet::empty(regions),
+        sources: Vec::new(),
         stamp: kept.iter().filter_map(|member| member.stamp).max(),
         out_of_sync: vec![RegionSet::empty(regions); replicas],
         stamps: vec![0; replicas],
@@ -73,12 +77,54 @@ pub fn combine_sets(kept: &[KeptSets], replicas: usize, regions: u32) -> Combine
             }
         }
     }
+    all.sources = sources(kept, &all.dirty);
     all
+}
+
+/// Returns for each member the regions of `dirty` that it has not modified, like more than half of the
+/// members.
+///
+/// An acknowledged write is in the write intent of all members until all have flushed it. So these members
+/// hold every acknowledged write. A member that has modified the region may be one that differed from the
+/// majority, and was being repaired.
+fn sources(kept: &[KeptSets], dirty: &RegionSet) -> Vec<RegionSet> {
+    let mut sources = vec![RegionSet::empty(dirty.limit()); kept.len()];
+    for region in dirty.iter() {
+        let modified = kept.iter().filter(|member| member.intent.contains(region)).count();
+        if modified * 2 >= kept.len() {
+            continue;
+        }
+        for (member, sources) in kept.iter().zip(&mut sources) {
+            if !member.intent.contains(region) {
+                sources.insert(region);
+            }
+        }
+    }
+    sources
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn regions_that_few_members_have_modified_are_copied_from_the_others() {
+        let set = |of: &[u32]| {
+            let mut set = RegionSet::empty(10);
+            for region in of {
+                set.insert(*region);
+            }
+            set
+        };
+        let member = |of: &[u32]| KeptSets { intent: set(of), stamp: None, out_of_sync: Vec::new() };
+        let three = [member(&[1, 2, 3]), member(&[2, 3]), member(&[3])];
+        assert_eq!(combine_sets(&three, 0, 10).sources, [set(&[]), set(&[1]), set(&[1])]);
+        assert_eq!(
+            combine_sets(&three[..2], 0, 10).sources,
+            [set(&[]), set(&[])],
+            "half is not the majority"
+        );
+    }
 
     #[test]
     fn an_out_of_sync_set_is_complete_if_every_member_keeps_one() {

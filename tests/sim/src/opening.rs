@@ -278,6 +278,7 @@ impl Process {
                 true => RegionSet::empty(shorthorn_types::Regions::of(volume.size_bytes).count()),
                 false => opened.dirty.clone(),
             },
+            resync_sources: opened.resync_sources.clone(),
             out_of_sync: opened.out_of_sync.clone(),
             stamp: opened.stamp,
             out_of_sync_stamps: opened.out_of_sync_stamps.clone(),

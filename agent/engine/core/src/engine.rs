@@ -92,7 +92,7 @@ impl EngineCore {
             jobs: Jobs::new(slots.copies()),
             slots,
             bucket: Bucket::new(config.copy_limits),
-            resync: Resync::new(regions.count(), &config.dirty),
+            resync: Resync::new(regions.count(), &config.dirty, config.resync_sources.clone()),
             intent: WriteIntent::new(regions.count()),
             clearing: Clearing::new(config.intent_interval_ms, config.intent_keep_bytes, config.stamp),
             marks: Marks::default(),

@@ -32,6 +32,9 @@ pub struct CoreConfig {
     /// Regions in which the members may differ. They are resynced before they are served, from any member:
     /// all members hold every acknowledged write.
     pub dirty: RegionSet,
+    /// For each of `peers`: dirty regions that it has not modified, like most members. They are resynced from
+    /// such a member: another one may hold rot that was being repaired. Empty if no such region is known.
+    pub resync_sources: Vec<RegionSet>,
     /// The out-of-sync set of each of `peers`, as far as known. Empty for members.
     pub out_of_sync: Vec<RegionSet>,
     /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].

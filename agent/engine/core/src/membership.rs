@@ -252,9 +252,9 @@ impl Membership {
         Some(chosen)
     }
 
-    /// Returns the first member on this host, or else of all.
-    pub(crate) fn nearest(&self) -> Option<PeerIndex> {
-        self.local.first().or_else(|| self.answering.first())
+    /// Returns the first of `members` on this host, or else of all of them.
+    pub(crate) fn nearest(&self, members: PeerMask) -> Option<PeerIndex> {
+        self.local.and(members).first().or_else(|| members.first())
     }
 
     /// Sets the configuration of `peer`; the next index makes room for one more.

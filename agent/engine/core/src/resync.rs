@@ -6,12 +6,15 @@ use crate::bucket::Bucket;
 use crate::copy::CopyReason;
 use crate::intent::WriteIntent;
 use crate::job::Jobs;
+use crate::membership::{PeerIndex, PeerMask};
 
 /// The regions in which the members may differ after an unclean end. Requests read and change none of them
 /// before it is equal, and a region that is equal never comes back: so the set only shrinks.
 #[derive(Debug)]
 pub(crate) struct Resync {
     left: RegionSet,
+    /// For each replica: regions that are to be copied from it, or from another one that has them here.
+    sources: Vec<RegionSet>,
     /// The region from which the search for the next one continues.
     cursor: u32,
     /// True until the end of the resync is reported.
@@ -20,16 +23,23 @@ pub(crate) struct Resync {
 
 impl Resync {
     /// Starts with the regions in `dirty`, of a volume of so many `regions`.
-    pub fn new(regions: u32, dirty: &RegionSet) -> Resync {
+    pub fn new(regions: u32, dirty: &RegionSet, sources: Vec<RegionSet>) -> Resync {
         let mut left = RegionSet::empty(regions);
         left.insert_all(dirty);
         let is_under_way = !left.is_empty();
-        Resync { left, cursor: 0, is_under_way }
+        Resync { left, sources, cursor: 0, is_under_way }
     }
 
     /// Returns the regions that are not equal yet.
     pub fn left(&self) -> &RegionSet {
         &self.left
+    }
+
+    /// Returns the replicas to copy `region` from, if they are members. Empty: any member will do.
+    pub fn sources(&self, region: u32) -> PeerMask {
+        let has_it = |(_, sources): &(PeerIndex, &RegionSet)| sources.contains(region);
+        let sources = (0..).zip(&self.sources).filter(has_it);
+        sources.fold(PeerMask::NONE, |mask, (peer, _)| mask.with(PeerMask::one(peer)))
     }
 
     /// Returns true until [`Resync::take_end`] has been true.
@@ -39,7 +49,11 @@ impl Resync {
 
     /// Returns true once, when all regions are equal.
     pub fn take_end(&mut self) -> bool {
-        self.is_under_way && self.left.is_empty() && std::mem::take(&mut self.is_under_way)
+        let has_ended = self.is_under_way && self.left.is_empty() && std::mem::take(&mut self.is_under_way);
+        if has_ended {
+            self.sources = Vec::new();
+        }
+        has_ended
     }
 
     /// Returns true if a request for some of `regions` has to wait.
@@ -91,7 +105,11 @@ impl Resync {
     /// Follows the size of the volume.
     pub fn grow(&mut self, from: Regions, to: Regions) {
         self.left = self.left.converted(from, to);
-        if from.region_bytes() != to.region_bytes() {
+        if from.region_bytes() == to.region_bytes() {
+            self.sources.iter_mut().for_each(|sources| *sources = sources.converted(from, to));
+        } else {
+            // A member may have modified another part of the larger region.
+            self.sources.clear();
             self.cursor = 0;
         }
     }
@@ -105,7 +123,6 @@ mod tests {
     use crate::copy::Copy;
     use crate::event::CopyLimits;
     use crate::job::Job;
-    use crate::membership::PeerMask;
     use crate::slot::Slots;
 
     const REGIONS: u32 = 8;
@@ -113,7 +130,7 @@ mod tests {
     fn resync(dirty: &[u32]) -> Resync {
         let mut set = RegionSet::empty(REGIONS);
         dirty.iter().for_each(|region| assert!(set.insert(*region)));
-        Resync::new(REGIONS, &set)
+        Resync::new(REGIONS, &set, Vec::new())
     }
 
     /// Returns three copy slots, in which these regions are resynced.
@@ -171,6 +188,21 @@ mod tests {
         bucket.pay(8 << 20);
         assert_eq!(resync.next(regions(), &jobs(&[]), &mut bucket), None);
         assert_eq!(resync.next(regions(), &jobs(&[]), &mut self::bucket(0)), Some(1));
+    }
+
+    #[test]
+    fn the_sources_of_a_region_are_known_until_regions_become_larger() {
+        let mut set = RegionSet::empty(REGIONS);
+        set.insert(2);
+        let sources = vec![RegionSet::empty(REGIONS), set.clone(), set.clone()];
+        let mut resync = Resync::new(REGIONS, &set, sources);
+        let both = PeerMask::one(1).with(PeerMask::one(2));
+        assert_eq!((resync.sources(2), resync.sources(3)), (both, PeerMask::NONE));
+        let (more, larger) = (Regions::of(u64::from(REGIONS + 1) << 16), Regions::of(2 << 40));
+        resync.grow(regions(), more);
+        assert_eq!(resync.sources(2), both);
+        resync.grow(more, larger);
+        assert_eq!(resync.sources(0), PeerMask::NONE);
     }
 
     #[test]

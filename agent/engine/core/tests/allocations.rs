@@ -28,6 +28,7 @@ fn core() -> EngineCore {
         flight_limits: FlightLimits { bytes: 4 << 20, requests: 200 },
         size_bytes: SIZE_BYTES,
         dirty: RegionSet::empty(regions),
+        resync_sources: Vec::new(),
         out_of_sync: vec![RegionSet::empty(regions); 3],
         stamp: 0,
         out_of_sync_stamps: Vec::new(),

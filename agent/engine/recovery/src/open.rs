@@ -79,6 +79,8 @@ pub struct Opened<C> {
     pub connections: C,
     /// The regions in which the members may differ.
     pub dirty: RegionSet,
+    /// For every replica: the regions to resync from it: see [`CombinedSets::sources`].
+    pub resync_sources: Vec<RegionSet>,
     /// For every replica: the regions that it has missed, as far as the members know.
     pub out_of_sync: Vec<RegionSet>,
     /// For every replica: whether that is all that it has missed.
@@ -321,14 +323,18 @@ async fn bring_through<E: OpeningEngine>(
     let (view, honoured) = (change.target, change.honoured.clone());
     let replicas = volume.replicas.clone();
     let proposal = Proposal { view, honoured, replicas, size_bytes: volume.size_bytes };
-    let (mut kept, mut stored, mut refused) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut kept, mut members) = (Vec::new(), Vec::new());
+    let (mut stored, mut refused) = (Vec::new(), Vec::new());
     let mut deposed_by = None;
     for (one, answer) in engine.propose(asked, &proposal).await {
         match answer {
             Ok(sets) => {
                 offenders.did(one.replica, AttemptPart::Storing);
                 change.stored(one.replica);
-                kept.extend(sets);
+                if let Some(sets) = sets {
+                    kept.push(sets);
+                    members.push(one.replica);
+                }
                 stored.push(one);
             }
             Err(error) if error.deposed_by().is_some() => deposed_by = deposed_by.max(error.deposed_by()),
@@ -348,7 +354,7 @@ async fn bring_through<E: OpeningEngine>(
     }
     let combined = combine_sets(&kept, volume.replicas.len(), Regions::of(volume.size_bytes).count());
     let stamp = combined.first_stamp(stamps);
-    let CombinedSets { dirty, out_of_sync, stamps, is_complete, .. } = combined;
+    let CombinedSets { dirty, sources, out_of_sync, stamps, is_complete, .. } = combined;
     let run = |id: &ReplicaId| stored.iter().find(|one| one.replica == *id).map(|one| one.welcome.run);
     let runs = volume.replicas.iter().map(run).collect();
     let connected = engine.connect(stored, &proposal).await;
@@ -359,12 +365,24 @@ async fn bring_through<E: OpeningEngine>(
         last_view,
         connections,
         dirty,
+        resync_sources: sources_by_replica(&volume.replicas, &members, &sources),
         out_of_sync,
         is_out_of_sync_complete: is_complete,
         stamp,
         out_of_sync_stamps: stamps,
         runs,
     })
+}
+
+/// Returns the sources of the members in the order of all `replicas`; others have none.
+fn sources_by_replica(
+    replicas: &[ReplicaId],
+    members: &[ReplicaId],
+    sources: &[RegionSet],
+) -> Vec<RegionSet> {
+    let of = |id| members.iter().zip(sources).find(|(member, _)| *member == id).map(|(_, of)| of.clone());
+    let none = RegionSet::empty(sources.first().map_or(0, RegionSet::limit));
+    replicas.iter().map(|id| of(id).unwrap_or_else(|| none.clone())).collect()
 }
 
 /// Records the replica that made an attempt fail.

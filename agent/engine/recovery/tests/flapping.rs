@@ -57,6 +57,7 @@ impl Volume {
             flight_limits: FlightLimits { bytes: 4 << 20, requests: 100 },
             size_bytes: SIZE_BYTES,
             dirty: none.clone(),
+            resync_sources: Vec::new(),
             out_of_sync: vec![none; 4],
             stamp: 0,
             out_of_sync_stamps: Vec::new(),

@@ -128,6 +128,7 @@ impl Engine {
             flight_limits: FlightLimits { bytes: 4 << 20, requests: 100 },
             size_bytes: SIZE_BYTES,
             dirty: nothing.clone(),
+            resync_sources: Vec::new(),
             out_of_sync: vec![nothing.clone(), nothing.clone(), nothing],
             stamp: 0,
             out_of_sync_stamps: Vec::new(),

@@ -117,7 +117,10 @@ impl EngineCore {
     fn source_of(&mut self, why: CopyReason, rotten: PeerMask) -> Option<PeerIndex> {
         let sound = self.membership.answering().without(rotten);
         let preferred = match why {
-            CopyReason::Resync { .. } => self.membership.nearest(),
+            CopyReason::Resync { region } => {
+                let sources = self.resync.sources(region).and(sound);
+                self.membership.nearest(if sources.is_empty() { sound } else { sources })
+            }
             CopyReason::Rebuild { .. } => self.membership.reader(self.timeouts.slow(), rotten),
             CopyReason::Repair { sources, .. } => return sources.and(sound).first(),
             CopyReason::Failed { sources, .. } => sources.and(sound).first(),

@@ -50,6 +50,7 @@ fn config(replicas: u64, members: u64) -> CoreConfig {
         flight_limits: FlightLimits { bytes: 4 << 20, requests: 100 },
         size_bytes: SIZE_BYTES,
         dirty: RegionSet::empty(regions),
+        resync_sources: Vec::new(),
         out_of_sync: (0..replicas).map(|_| RegionSet::empty(regions)).collect(),
         stamp: 0,
         out_of_sync_stamps: Vec::new(),

@@ -95,7 +95,8 @@ fn the_loss_of_a_rebuilding_replica_changes_only_the_view_that_has_it() {
 #[test]
 fn reads_take_turns_on_this_host_and_avoid_slow_members() {
     let mut near = membership(3, 2);
-    assert_eq!(near.nearest(), Some(0));
+    assert_eq!(near.nearest(near.answering()), Some(0));
+    assert_eq!((near.nearest(peers(&[1, 2])), near.nearest(peers(&[2]))), (Some(1), Some(2)));
     let mut read = |slow: &[PeerIndex], rotten: &[PeerIndex]| near.reader(peers(slow), peers(rotten));
     assert_eq!((read(&[], &[]), read(&[], &[]), read(&[], &[])), (Some(0), Some(1), Some(0)));
     assert_eq!(read(&[1], &[]), Some(0), "the other one on this host is slow");

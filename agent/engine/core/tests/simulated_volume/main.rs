@@ -539,6 +539,7 @@ fn config(view: View, out_of_sync: Vec<BTreeSet<u32>>) -> CoreConfig {
         flight_limits: FlightLimits { bytes: 16 << 10, requests: 3 },
         size_bytes: SIZE_BYTES,
         dirty: region_set(&BTreeSet::new()),
+        resync_sources: Vec::new(),
         out_of_sync: out_of_sync.iter().map(region_set).collect(),
         stamp: 0,
         out_of_sync_stamps: Vec::new(),

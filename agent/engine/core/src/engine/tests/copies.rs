@@ -53,6 +53,28 @@ fn a_region_is_copied_from_the_source_run_by_run() {
     assert_eq!(bench.core.copy_progress().copied_bytes, 65536);
 }
 
+/// The other members may have been about to repair this one.
+#[test]
+fn a_region_that_few_members_have_modified_is_copied_from_the_others() {
+    let mut config = config(3, 3);
+    config.dirty = region_set(&[1, 2]);
+    config.resync_sources = vec![region_set(&[1]), region_set(&[]), region_set(&[1])];
+    config.peers[1].local = true;
+    config.copy_slots = 2;
+    let mut bench = Bench::with(&config);
+    let out = bench.tick(1);
+    assert_eq!(parts(&out, COPY), [(0, Operation::CheckedRead, 65536, 65536, 0)]);
+    // The next one has not modified the region either.
+    let out = bench.reply(0, COPY, Err(Errno::ROTTEN));
+    assert_eq!(parts(&out, COPY), [(2, Operation::CheckedRead, 65536, 65536, 0)]);
+    let out = bench.reply(2, COPY, Err(Errno::ROTTEN));
+    assert_eq!(parts(&out, COPY), [(1, Operation::CheckedRead, 65536, 65536, 0)]);
+    bench.reply(1, COPY, Ok(()));
+    bench.reply(0, COPY, Ok(()));
+    let out = bench.reply(2, COPY, Ok(()));
+    assert_eq!(parts(&out, COPY), [(1, Operation::CheckedRead, 2 * 65536, 65536, 0)], "any member will do");
+}
+
 #[test]
 fn requests_wait_until_their_regions_are_equal_and_the_others_go_on() {
     let mut bench = unequal(&[0, 5]);
