@@ -96,14 +96,15 @@ pub fn compare_checksums(member_checksums: &[MemberChecksums]) -> ScrubResult {
     if sound.is_empty() { by_majority(member_checksums) } else { by_kept_sums(member_checksums, &sound) }
 }
 
-/// Returns true if a kept sum proves the data of this member: its own, or that of another one if it has kept
-/// none. The other one may have rot by now. The sum of a piece without blocks proves nothing about another
-/// member: each may hold the same data in a different layer.
+/// Returns true if a kept sum proves the data of this member: its own, or that of another one, which may
+/// have rot by now. A scrub may have repaired this member, and was stopped before it kept the new sum.
+/// The sum of a piece without blocks proves nothing about another member. Each may hold the same data in a
+/// different layer.
 fn is_proven(member_checksums: &[MemberChecksums], checksums: &ReplicaChecksums) -> bool {
     let is_kept = |(_, other): &MemberChecksums| other.kept == checksums.sum;
     let is_kept_elsewhere = || member_checksums.iter().any(is_kept);
     let has_blocks = checksums.sum.is_some_and(|sum| sum != SUM_OF_NO_BLOCKS);
-    checksums.is_sound() || has_blocks && checksums.kept.is_none() && is_kept_elsewhere()
+    checksums.is_sound() || has_blocks && is_kept_elsewhere()
 }
 
 fn agree(member_checksums: &[MemberChecksums]) -> bool {
