@@ -11,7 +11,7 @@ const FRESH_SECONDS: u64 = 60;
 
 /// A sabotage has to be noticed within as many seeds. The rarest one is noticed in one of some hundred.
 const SABOTAGE_SEEDS: u64 = 4000;
-const SABOTAGES: [&str; 40] = [
+const SABOTAGES: [&str; 39] = [
     "no-second-turn",
     "holes-show-through",
     "stale-sectors",

@@ -5,7 +5,6 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{FallocateFlags, fallocate};
-use shorthorn_replica_core::RotLimits;
 use shorthorn_store::{AlignedBuffer, LayerSums, LostBlock, LostBlocks, sum_of_zeroes};
 use shorthorn_types::{Errno, MarkAction, MarkRegions, RegionsOf};
 use shorthorn_wire::{Flags, Header, Opcode};
