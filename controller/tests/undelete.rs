@@ -112,7 +112,7 @@ impl Nodes {
         let fleet = Fleet::new(&known, Arc::clone(&store), Arc::clone(&queue), Metrics::default()).unwrap();
         tasks.spawn(Arc::clone(&fleet).run());
         wait_for_async("the agents are in reach", LIMIT, async || {
-            let has_all = fleet.agents().by_node().values().all(|view| view.is_synced());
+            let has_all = fleet.agents().by_node().values().all(|agent| agent.is_synced());
             if has_all { Ok(()) } else { Err(()) }
         })
         .await;

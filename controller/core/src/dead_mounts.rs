@@ -20,9 +20,9 @@ pub struct RestagePlan {
 /// Returns the dead mounts of reachable nodes.
 #[must_use]
 pub fn nodes(agents: &Agents) -> Vec<(NodeName, Vec<DeadMount>)> {
-    let synced = agents.by_node().iter().filter(|(_, view)| view.is_synced());
+    let synced = agents.by_node().iter().filter(|(_, agent)| agent.is_synced());
     let mounts =
-        synced.filter_map(|(node, view)| Some((node.clone(), view.info.as_ref()?.dead_mounts.clone())));
+        synced.filter_map(|(node, agent)| Some((node.clone(), agent.info.as_ref()?.dead_mounts.clone())));
     mounts.filter(|(_, mounts)| !mounts.is_empty()).collect()
 }
 
@@ -91,12 +91,12 @@ mod tests {
     fn only_an_agent_in_reach_is_believed() {
         let mut agents = Agents::default();
         for (node, mounts) in [("a", vec![dead("v", "p")]), ("b", vec![]), ("c", vec![dead("w", "q")])] {
-            let mut view = ObservedAgent::new("http://x:1", Timestamp::UNIX_EPOCH);
-            view.info = Some(AgentInfo { dead_mounts: mounts, ..AgentInfo::default() });
+            let mut agent = ObservedAgent::new("http://x:1", Timestamp::UNIX_EPOCH);
+            agent.info = Some(AgentInfo { dead_mounts: mounts, ..AgentInfo::default() });
             if node != "c" {
-                view.link = AgentLink::Synced;
+                agent.link = AgentLink::Synced;
             }
-            agents.insert(NodeName::new(node).unwrap(), view);
+            agents.insert(NodeName::new(node).unwrap(), agent);
         }
         assert_eq!(nodes(&agents), [(NodeName::new("a").unwrap(), vec![dead("v", "p")])]);
     }

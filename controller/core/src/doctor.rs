@@ -108,18 +108,18 @@ impl<'a> Doctor<'a> {
         self.cluster.nodes.iter().map(|(name, node)| (name.as_str(), node))
     }
 
-    /// Returns the nodes whose agents answer, with their views.
+    /// Returns the nodes whose agents answer, with their observed states.
     fn seen(&self) -> impl Iterator<Item = (&'a str, &'a ObservedAgent)> {
         let agents = self.agents;
-        let view = move |(name, _): (&'a str, &'a Node)| {
-            let view = NodeName::new(name).ok().and_then(|name| agents.get(&name))?;
-            view.is_synced().then_some((name, view))
+        let synced = move |(name, _): (&'a str, &'a Node)| {
+            let agent = NodeName::new(name).ok().and_then(|name| agents.get(&name))?;
+            agent.is_synced().then_some((name, agent))
         };
-        self.nodes().filter_map(view)
+        self.nodes().filter_map(synced)
     }
 
     fn infos(&self) -> impl Iterator<Item = (&'a str, &'a AgentInfo)> {
-        self.seen().filter_map(|(name, view)| Some((name, view.info.as_ref()?)))
+        self.seen().filter_map(|(name, agent)| Some((name, agent.info.as_ref()?)))
     }
 
     fn objects(&self) -> Vec<SetupFinding> {
@@ -173,9 +173,9 @@ impl<'a> Doctor<'a> {
 
     fn engine_versions(&self) -> Vec<SetupFinding> {
         let mut findings = Vec::new();
-        for (node, view) in self.seen() {
-            let Some(installed) = view.info.as_ref().map(|info| info.version.as_str()) else { continue };
-            for (key, instance) in &view.instances {
+        for (node, agent) in self.seen() {
+            let Some(installed) = agent.info.as_ref().map(|info| info.version.as_str()) else { continue };
+            for (key, instance) in &agent.instances {
                 let Detail::Engine(engine) = &instance.detail else { continue };
                 let volume = &key.name;
                 let other = engine.version().filter(|version| *version != installed);
@@ -250,14 +250,14 @@ impl<'a> Doctor<'a> {
     fn disks(&self) -> Vec<SetupFinding> {
         let mut findings = Vec::new();
         let mut owners: BTreeMap<&str, (&str, &str)> = BTreeMap::new();
-        for (node, view) in self.seen() {
-            if view.disks.is_empty() {
+        for (node, agent) in self.seen() {
+            if agent.disks.is_empty() {
                 findings.push(warned(
                     format!("node {node} has no disk: it gets no replicas"),
                     format!("shorthornctl disk add {node} PATH"),
                 ));
             }
-            for (path, disk) in &view.disks {
+            for (path, disk) in &agent.disks {
                 if !disk.problem.is_empty() {
                     let fix = format!("shorthornctl disk drain {node} {path}  # or mend it");
                     findings.push(failed(format!("disk {path} of node {node}: {}", disk.problem), fix));

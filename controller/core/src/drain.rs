@@ -194,8 +194,8 @@ fn while_served(agents: &Agents, volume: &Volume, engine: &Engine, cluster: &Clu
 }
 
 fn percent_of_copy(agents: &Agents, engine: &Engine, replica: &Replica) -> Option<u64> {
-    let view = agents.get(engine.spec.node_id.as_ref()?)?;
-    match &view.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?.detail {
+    let agent = agents.get(engine.spec.node_id.as_ref()?)?;
+    match &agent.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?.detail {
         Detail::Engine(shown) => Some(shown.copy_of(replica.spec.replica_id)?.percent()),
         Detail::Replica(_) => None,
     }

@@ -90,10 +90,10 @@ impl Example {
         let status = NodeStatus { conditions, version: VERSION.to_owned(), ..NodeStatus::default() };
         let spec = NodeSpec { allow_scheduling: true, disks, ..NodeSpec::default() };
         self.cluster.insert(Node { metadata: Metadata::new(node, now()), spec, status }.into());
-        let mut view = ObservedAgent::new("http://agent", now());
-        view.link = AgentLink::Synced;
+        let mut agent = ObservedAgent::new("http://agent", now());
+        agent.link = AgentLink::Synced;
         let ublk = FrontendStatus { name: "ublk".to_owned(), usable: true, reason: String::new() };
-        view.info = Some(AgentInfo {
+        agent.info = Some(AgentInfo {
             name: node.to_owned(),
             version: VERSION.to_owned(),
             data_address: format!("10.0.0.{}", node.as_bytes()[0]),
@@ -107,8 +107,8 @@ impl Example {
             available_bytes: 50 << 30,
             ..ObservedDisk::default()
         };
-        view.disks.insert(DISK.to_owned(), disk);
-        self.agents.insert(name(node), view);
+        agent.disks.insert(DISK.to_owned(), disk);
+        self.agents.insert(name(node), agent);
     }
 
     pub(crate) fn add_replica(&mut self, number: u64, node: &str) {
@@ -132,11 +132,11 @@ impl Example {
         self.cluster.insert(Replica { metadata, spec, status }.into());
     }
 
-    pub(crate) fn engine_says(&mut self, view: ObservedEngine) {
-        let detail = Detail::Engine(Box::new(view));
+    pub(crate) fn engine_says(&mut self, engine: ObservedEngine) {
+        let detail = Detail::Engine(Box::new(engine));
         let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
-        let mut view = self.agents.get_mut(&name("a")).unwrap();
-        view.instances.insert(InstanceKey::engine(&volume_name()), instance);
+        let mut agent = self.agents.get_mut(&name("a")).unwrap();
+        agent.instances.insert(InstanceKey::engine(&volume_name()), instance);
     }
 
     /// Returns the observed agent, for changes of anything but its instances.

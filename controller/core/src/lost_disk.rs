@@ -135,8 +135,8 @@ impl RemoveDisk {
 
     /// Returns true if the agent of the disk is in reach and reports no problem of the disk.
     fn is_usable(&self, agents: &Agents) -> bool {
-        let view = NodeName::new(&self.node).ok().and_then(|name| agents.get(&name));
-        let disk = view.filter(|view| view.is_synced()).and_then(|view| view.disks.get(&self.path));
+        let agent = NodeName::new(&self.node).ok().and_then(|name| agents.get(&name));
+        let disk = agent.filter(|agent| agent.is_synced()).and_then(|agent| agent.disks.get(&self.path));
         disk.is_some_and(|disk| disk.problem.is_empty())
     }
 }

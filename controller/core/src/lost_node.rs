@@ -90,9 +90,9 @@ impl DeleteNode {
 
 /// Returns true if the node answers, according to this controller or the last one.
 fn answers(node: &Node, agents: &Agents) -> bool {
-    let view = NodeName::new(&node.metadata.name).ok().and_then(|name| agents.get(&name));
+    let agent = NodeName::new(&node.metadata.name).ok().and_then(|name| agents.get(&name));
     let was_ready = node.status.conditions.get(ConditionType::Ready).is_some_and(|ready| ready.status);
-    view.is_some_and(ObservedAgent::is_synced) || was_ready
+    agent.is_some_and(ObservedAgent::is_synced) || was_ready
 }
 
 #[cfg(test)]

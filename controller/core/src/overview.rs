@@ -117,8 +117,8 @@ impl Overview {
             None => self.waiting.add(about(), "NotSeenYet", "the agent was not reached yet"),
             Some(_) => {}
         }
-        let view = NodeName::new(name).ok().and_then(|name| agents.get(&name));
-        for (path, disk) in view.into_iter().flat_map(|view| &view.disks) {
+        let agent = NodeName::new(name).ok().and_then(|name| agents.get(&name));
+        for (path, disk) in agent.into_iter().flat_map(|agent| &agent.disks) {
             self.space.total_bytes = self.space.total_bytes.saturating_add(disk.total_bytes);
             self.space.available_bytes = self.space.available_bytes.saturating_add(disk.available_bytes);
             if !disk.problem.is_empty() {
@@ -158,7 +158,7 @@ impl Overview {
 
     /// Copies that are under way, and replicas that are to leave their places.
     fn look_at_moves(&mut self, cluster: &ClusterState, agents: &Agents) {
-        for (key, detail) in agents.by_node().values().flat_map(|view| &view.instances) {
+        for (key, detail) in agents.by_node().values().flat_map(|agent| &agent.instances) {
             let Detail::Engine(engine) = &detail.detail else { continue };
             let copies = engine.reported.iter().flat_map(|status| &status.members);
             let copies = copies.filter_map(|member| Some((member.replica, member.copy?)));
@@ -212,7 +212,7 @@ fn versions(cluster: &ClusterState, agents: &Agents, own: &str) -> Vec<Version> 
     for node in cluster.nodes.values().filter(|node| !node.status.version.is_empty()) {
         count("agent", &node.status.version, node.metadata.name.clone());
     }
-    for (key, instance) in agents.by_node().values().flat_map(|view| &view.instances) {
+    for (key, instance) in agents.by_node().values().flat_map(|agent| &agent.instances) {
         if let Detail::Engine(engine) = &instance.detail {
             count("engine", engine.version().unwrap_or_default(), key.name.clone());
         }

@@ -43,9 +43,10 @@ pub fn explain(
     let name = volume.metadata.name.as_str();
     let engine = cluster.engines.get(name);
     let place = engine.and_then(|engine| agents.get(engine.spec.node_id.as_ref()?));
-    let instance = place.and_then(|view| view.instances.get(&InstanceKey::engine(&volume.spec.volume_name)));
+    let instance =
+        place.and_then(|agent| agent.instances.get(&InstanceKey::engine(&volume.spec.volume_name)));
     let shown = instance.and_then(|instance| match &instance.detail {
-        Detail::Engine(view) if view.attach == Some(volume.status.attach) => Some(view.as_ref()),
+        Detail::Engine(shown) if shown.attach == Some(volume.status.attach) => Some(shown.as_ref()),
         _ => None,
     });
     let replicas = cluster.replicas_of(&volume.spec.volume_name).collect();
@@ -351,7 +352,7 @@ impl Explainer<'_> {
     }
 
     fn silence(&self, node: &NodeName) -> Option<String> {
-        match self.agents.get(node).map(|view| &view.link) {
+        match self.agents.get(node).map(|agent| &agent.link) {
             Some(AgentLink::Synced) => None,
             Some(AgentLink::Down { since, reason }) => {
                 Some(format!(" since {} ({reason})", age(*since, self.now)))
@@ -456,9 +457,9 @@ impl Explainer<'_> {
     /// Disks of the replicas that are full: writes fail there.
     fn explain_disks(&mut self) {
         for replica in self.replicas.clone() {
-            let view = self.agents.get(&replica.spec.node_id);
+            let agent = self.agents.get(&replica.spec.node_id);
             let path = &replica.spec.disk_path;
-            let Some(disk) = view.and_then(|view| view.disks.get(path)) else { continue };
+            let Some(disk) = agent.and_then(|agent| agent.disks.get(path)) else { continue };
             let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
             if !disk.problem.is_empty() {
                 let problem = &disk.problem;

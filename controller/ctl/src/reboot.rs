@@ -83,7 +83,7 @@ fn yes(format: Format, node: &str) -> Result<String, CtlError> {
 
 /// Programs get the answer on standard output all the same.
 fn show(format: Format, holds: Vec<v1::RebootHold>) -> Result<(), CtlError> {
-    let view = |hold: v1::RebootHold| HoldOutput {
+    let output = |hold: v1::RebootHold| HoldOutput {
         volume: hold.volume,
         is_engine: hold.is_engine,
         message: hold.message,
@@ -91,7 +91,7 @@ fn show(format: Format, holds: Vec<v1::RebootHold>) -> Result<(), CtlError> {
     match format {
         Format::Table => Ok(()),
         format => {
-            let holds = holds.into_iter().map(view).collect();
+            let holds = holds.into_iter().map(output).collect();
             print(&for_programs(format, &RebootOutput { can_reboot: false, holds })?)
         }
     }

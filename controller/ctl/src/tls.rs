@@ -212,7 +212,7 @@ fn show(format: Format, state: v1::TlsState) -> Result<String, CtlError> {
         revoked: issued.revoked,
         signer_pin: issued.signer_pin,
     });
-    let view = StateOutput {
+    let output = StateOutput {
         cluster: state.cluster,
         phase: state.phase,
         trust_version: state.trust_version,
@@ -221,17 +221,18 @@ fn show(format: Format, state: v1::TlsState) -> Result<String, CtlError> {
         nodes_behind: state.nodes_behind,
     };
     if !format.is_for_people() {
-        return for_programs(format, &view);
+        return for_programs(format, &output);
     }
-    let behind = if view.nodes_behind.is_empty() { "none".to_owned() } else { view.nodes_behind.join(", ") };
+    let behind =
+        if output.nodes_behind.is_empty() { "none".to_owned() } else { output.nodes_behind.join(", ") };
     let mut text = facts(&[
-        ("Cluster", view.cluster.clone()),
-        ("Roll-over", view.phase.clone()),
-        ("Trusted CAs", view.trusted_pins.iter().map(|pin| short(pin)).collect::<Vec<_>>().join(", ")),
-        ("Trust list", view.trust_version.to_string()),
+        ("Cluster", output.cluster.clone()),
+        ("Roll-over", output.phase.clone()),
+        ("Trusted CAs", output.trusted_pins.iter().map(|pin| short(pin)).collect::<Vec<_>>().join(", ")),
+        ("Trust list", output.trust_version.to_string()),
         ("Nodes behind", behind),
     ]);
-    for certificate in &view.certificates {
+    for certificate in &output.certificates {
         let revoked = if certificate.revoked { "  revoked" } else { "" };
         text.push_str(&format!(
             "{}  {}  until {}  CA {}{revoked}\n",

@@ -38,7 +38,7 @@ pub(super) fn info(info: v1::NodeInfo) -> AgentInfo {
 }
 
 pub(super) fn disk(disk: v1::Disk) -> (String, ObservedDisk) {
-    let view = ObservedDisk {
+    let observed = ObservedDisk {
         uuid: disk.uuid,
         filesystem: disk.filesystem,
         total_bytes: disk.total_bytes,
@@ -46,7 +46,7 @@ pub(super) fn disk(disk: v1::Disk) -> (String, ObservedDisk) {
         available_bytes: disk.available_bytes.saturating_add(disk.trash_bytes),
         problem: disk.problem,
     };
-    (disk.path, view)
+    (disk.path, observed)
 }
 
 /// Converts an instance; none for a kind that this controller does not know, because a newer agent may have

@@ -48,13 +48,13 @@ pub(super) async fn follow(fleet: Arc<Fleet>, node: NodeName) {
 fn lose(fleet: &Fleet, node: &NodeName, error: &Status) {
     let reason = reason(error);
     let mut was_synced = false;
-    fleet.change(node, |view| {
-        was_synced = view.is_synced();
-        let since = match view.link {
+    fleet.change(node, |agent| {
+        was_synced = agent.is_synced();
+        let since = match agent.link {
             AgentLink::Down { since, .. } => since,
             AgentLink::Synced => Timestamp::now(),
         };
-        view.link = AgentLink::Down { since, reason: reason.clone() };
+        agent.link = AgentLink::Down { since, reason: reason.clone() };
     });
     if was_synced {
         tracing::warn!(%node, reason, "the agent is unreachable");
@@ -84,10 +84,10 @@ async fn sync(
     let instances = tokio::time::timeout(SYNC_LIMIT, everything)
         .await
         .map_err(|_| Status::deadline_exceeded("the agent does not finish showing its instances"))??;
-    fleet.change(node, |view| {
-        view.failures.clear();
-        view.instances = instances;
-        view.link = AgentLink::Synced;
+    fleet.change(node, |agent| {
+        agent.failures.clear();
+        agent.instances = instances;
+        agent.link = AgentLink::Synced;
     });
     tracing::info!(%node, version, "the agent is reachable");
     for warning in warnings {
@@ -109,9 +109,9 @@ async fn look(fleet: &Fleet, node: &NodeName, client: &mut Client) -> Result<(St
     let (info, disks) = (info.into_inner(), disks.into_inner());
     cluster::check(&info, fleet.store.cluster())?;
     let (version, warnings) = (info.version.clone(), info.warnings.clone());
-    fleet.change(node, |view| {
-        view.info = Some(convert::info(info));
-        view.disks = disks.disks.into_iter().map(convert::disk).collect();
+    fleet.change(node, |agent| {
+        agent.info = Some(convert::info(info));
+        agent.disks = disks.disks.into_iter().map(convert::disk).collect();
     });
     Ok((version, warnings))
 }
@@ -176,9 +176,9 @@ fn take(fleet: &Fleet, node: &NodeName, event: v1::InstanceEvent) {
         &key.name,
     );
     let volume = volume_to_look_at(fleet, node, &key, &instance);
-    fleet.change(node, |view| match kind {
-        Type::Set => drop(view.instances.insert(key, instance)),
-        Type::Gone => drop(view.instances.remove(&key)),
+    fleet.change(node, |agent| match kind {
+        Type::Set => drop(agent.instances.insert(key, instance)),
+        Type::Gone => drop(agent.instances.remove(&key)),
         Type::Synced | Type::Unspecified => {}
     });
     fleet.queue.add([object].into_iter().chain(volume));
@@ -189,8 +189,8 @@ fn take(fleet: &Fleet, node: &NodeName, event: v1::InstanceEvent) {
 /// allocated bytes.
 fn volume_to_look_at(fleet: &Fleet, node: &NodeName, key: &InstanceKey, now: &Instance) -> Option<Key> {
     let Detail::Replica(now) = &now.detail else { return Some(Key::new(Kind::Volume, &key.name)) };
-    let refuses_the_same = fleet.agents().get(node).is_some_and(|view| {
-        let before = view.instances.get(key).map(|before| &before.detail);
+    let refuses_the_same = fleet.agents().get(node).is_some_and(|agent| {
+        let before = agent.instances.get(key).map(|before| &before.detail);
         matches!(before, Some(Detail::Replica(before)) if before.attach == now.attach)
     });
     let cluster = fleet.store.state();
@@ -257,7 +257,7 @@ mod tests {
         };
         let volume = Some(Key::new(Kind::Volume, "v"));
         assert_eq!(volume_to_look_at(&fleet, &node, &key, &shown(1, 0)), volume);
-        fleet.change(&node, |view| drop(view.instances.insert(key.clone(), shown(1, 0))));
+        fleet.change(&node, |agent| drop(agent.instances.insert(key.clone(), shown(1, 0))));
         assert_eq!(volume_to_look_at(&fleet, &node, &key, &shown(1, 4096)), None, "its size changes nothing");
         assert_eq!(volume_to_look_at(&fleet, &node, &key, &shown(2, 0)), volume);
     }

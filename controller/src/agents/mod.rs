@@ -1,4 +1,4 @@
-//! Connects to the agents and keeps their views. No other part connects to them.
+//! Connects to the agents and keeps their observed states. No other part connects to them.
 
 mod cluster;
 pub(crate) mod convert;
@@ -178,8 +178,8 @@ impl Fleet {
         let role = Role::Node(node.to_string());
         let channel = url.connect(&protected(url.endpoint()?), self.credentials.as_ref(), role)?;
         let peer = Peer { url: url.clone(), channel, asking_for_disks: Arc::default() };
-        let view = ObservedAgent { from_object, ..ObservedAgent::new(url.to_string(), Timestamp::now()) };
-        self.agents_mut().insert(node.clone(), view);
+        let agent = ObservedAgent { from_object, ..ObservedAgent::new(url.to_string(), Timestamp::now()) };
+        self.agents_mut().insert(node.clone(), agent);
         self.peers.write().unwrap_or_else(PoisonError::into_inner).insert(node.clone(), peer);
         Ok(())
     }
@@ -228,7 +228,7 @@ impl Fleet {
     /// Returns the nodes whose agents are connected.
     pub(crate) fn connected(&self) -> Vec<NodeName> {
         let agents = self.agents();
-        let synced = agents.by_node().iter().filter(|(_, view)| view.is_synced());
+        let synced = agents.by_node().iter().filter(|(_, agent)| agent.is_synced());
         synced.map(|(node, _)| node.clone()).collect()
     }
 
@@ -262,8 +262,8 @@ impl Fleet {
 
     /// Changes the observed agent of `node`.
     pub(crate) fn change(&self, node: &NodeName, change: impl FnOnce(&mut ObservedAgent)) {
-        if let Some(mut view) = self.agents_mut().get_mut(node) {
-            change(&mut view);
+        if let Some(mut agent) = self.agents_mut().get_mut(node) {
+            change(&mut agent);
         }
     }
 
@@ -283,12 +283,12 @@ impl Fleet {
         };
         let code = result.as_ref().err().map_or(Code::Ok, CallError::code);
         self.metrics.called_agent(call.name(), &format!("{code:?}"), started.elapsed());
-        self.change(node, |view| {
+        self.change(node, |agent| {
             match &result {
-                Ok(()) => view.failures.remove(&call.instance()),
+                Ok(()) => agent.failures.remove(&call.instance()),
                 Err(error) => {
                     let message = format!("cannot {}: {error}", call.verb());
-                    view.failures.insert(call.instance(), CallFailure { call: call.name(), message })
+                    agent.failures.insert(call.instance(), CallFailure { call: call.name(), message })
                 }
             };
         });
@@ -319,13 +319,13 @@ impl Fleet {
     /// Returns true if the agent of `node` says that it has the features of that level.
     fn can(&self, node: &NodeName, level: u32) -> bool {
         let agents = self.agents();
-        let info = agents.get(node).and_then(|view| view.info.as_ref());
+        let info = agents.get(node).and_then(|agent| agent.info.as_ref());
         level == 0 || info.is_some_and(|info| info.feature_level >= level)
     }
 
     fn too_old(&self, node: &NodeName, what: &'static str) -> CallError {
         let agents = self.agents();
-        let info = agents.get(node).and_then(|view| view.info.as_ref());
+        let info = agents.get(node).and_then(|agent| agent.info.as_ref());
         let version = info.map_or_else(|| "not known".to_owned(), |info| info.version.clone());
         CallError::TooOld { node: node.clone(), what, version }
     }

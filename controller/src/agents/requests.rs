@@ -173,7 +173,7 @@ impl Fleet {
         let request = v1::RemoveDiskRequest { path: path.to_owned() };
         let mut client = self.client(node)?;
         self.answer(node, "remove a disk", client.remove_disk(limited(request, CALL_LIMIT))).await?;
-        self.change(node, |view| drop(view.disks.remove(path)));
+        self.change(node, |agent| drop(agent.disks.remove(path)));
         Ok(())
     }
 
@@ -241,7 +241,7 @@ impl Fleet {
         let request = limited(v1::AddDiskRequest { path: path.to_owned() }, CALL_LIMIT);
         let disk = self.answer(node, "add a disk", self.client(node)?.add_disk(request)).await?;
         let (path, disk) = convert::disk(disk);
-        self.change(node, |view| drop(view.disks.insert(path, disk.clone())));
+        self.change(node, |agent| drop(agent.disks.insert(path, disk.clone())));
         Ok(disk)
     }
 }

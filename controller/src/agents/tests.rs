@@ -83,7 +83,7 @@ async fn calls_about_certificates_say_the_cluster_and_the_leader_too() {
     let node = NodeName::new("a").unwrap();
     let fleet = fleet(&node, &socket);
     assert!(fleet.connected().is_empty() && fleet.channel(&node).is_none(), "not reached yet");
-    fleet.change(&node, |view| view.link = AgentLink::Synced);
+    fleet.change(&node, |agent| agent.link = AgentLink::Synced);
     assert_eq!(fleet.connected(), std::slice::from_ref(&node));
     let mut client = NodeTlsClient::new(fleet.channel(&node).unwrap());
     client.get_node_tls(v1::GetNodeTlsRequest {}).await.unwrap();
@@ -104,9 +104,9 @@ async fn a_call_that_an_older_agent_does_not_know_names_the_agent_to_upgrade() {
     let call = AgentCall::StopInstance { instance: InstanceKey::engine(&volume), attach: 1 };
     let away = fleet.call(&node, &call).await.unwrap_err();
     assert!(matches!(away, CallError::OutOfReach(_)), "{away}");
-    fleet.change(&node, |view| {
-        view.info = Some(AgentInfo { version: "0.0.9".to_owned(), ..AgentInfo::default() });
-        view.link = AgentLink::Synced;
+    fleet.change(&node, |agent| {
+        agent.info = Some(AgentInfo { version: "0.0.9".to_owned(), ..AgentInfo::default() });
+        agent.link = AgentLink::Synced;
     });
     let refused = fleet.call(&node, &call).await.unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition);
@@ -127,9 +127,9 @@ async fn each_request_that_an_older_agent_does_not_know_names_the_agent_to_upgra
     let serving = serve(&Recorder::default(), &socket);
     let node = NodeName::new("a").unwrap();
     let fleet = fleet(&node, &socket);
-    fleet.change(&node, |view| {
-        view.info = Some(AgentInfo { version: "0.0.9".to_owned(), ..AgentInfo::default() });
-        view.link = AgentLink::Synced;
+    fleet.change(&node, |agent| {
+        agent.info = Some(AgentInfo { version: "0.0.9".to_owned(), ..AgentInfo::default() });
+        agent.link = AgentLink::Synced;
     });
     let volume = VolumeName::new("v").unwrap();
     let replica = ReplicaId::from_random(1);
@@ -174,7 +174,7 @@ async fn an_older_agent_is_not_silent_about_its_disks() {
     let node = NodeName::new("a").unwrap();
     let fleet = fleet(&node, &socket);
     assert_eq!(fleet.trash(fleet.known()).await.silent, std::slice::from_ref(&node), "not reached yet");
-    fleet.change(&node, |view| view.link = AgentLink::Synced);
+    fleet.change(&node, |agent| agent.link = AgentLink::Synced);
     let trash = fleet.trash(fleet.known()).await;
     let directories = fleet.directories(fleet.known()).await;
     for (silent, problems) in [(trash.silent, trash.problems), (directories.silent, directories.problems)] {

@@ -65,8 +65,8 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
 
 /// Returns the observed engine of the current attachment.
 fn shown_of<'a>(agents: &'a Agents, engine: &Engine) -> Option<&'a ObservedEngine> {
-    let view = agents.get(engine.spec.node_id.as_ref()?)?;
-    match &view.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?.detail {
+    let agent = agents.get(engine.spec.node_id.as_ref()?)?;
+    match &agent.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?.detail {
         Detail::Engine(shown) if shown.attach == Some(engine.spec.attach) => Some(shown),
         _ => None,
     }
@@ -116,9 +116,9 @@ pub(super) fn replica(cluster: &ClusterState, agents: &Agents, replica: &Replica
     let member = engine.and_then(|engine| engine.status.replica_mode_map.get(&spec.replica_id));
     let said = member.map(|member| &member.message).filter(|_| status.message.is_empty());
     let key = InstanceKey::replica(&spec.volume_name, spec.replica_id);
-    let shown = agents.get(&spec.node_id).and_then(|view| view.instances.get(&key));
+    let shown = agents.get(&spec.node_id).and_then(|agent| agent.instances.get(&key));
     let allocated_bytes = match shown.map(|instance| &instance.detail) {
-        Some(Detail::Replica(view)) => view.allocated_bytes,
+        Some(Detail::Replica(shown)) => shown.allocated_bytes,
         _ => 0,
     };
     let shown = v1::Replica {

@@ -37,8 +37,8 @@ impl Api {
         let cluster = self.store.state();
         let agents = self.fleet.agents();
         let node = requests::find_node(&cluster, name).map_err(|error| status::of_request(&error))?;
-        let view = NodeName::new(name).ok().and_then(|name| agents.get(&name));
-        let info = view.and_then(|view| view.info.as_ref());
+        let agent = NodeName::new(name).ok().and_then(|name| agents.get(&name));
+        let info = agent.and_then(|agent| agent.info.as_ref());
         let frontends = node.status.frontends.iter().map(|frontend| v1::FrontendInfo {
             name: frontend.name.clone(),
             usable: frontend.usable,

@@ -169,8 +169,8 @@ impl Api {
         let is_asked = |replica: &Replica| {
             let key = InstanceKey::replica(&name, replica.spec.replica_id);
             // One whose disk fails may stay for as long as that.
-            let view = agents.get(&replica.spec.node_id).filter(|view| view.is_synced());
-            view.is_some_and(|view| !view.failures.contains_key(&key))
+            let agent = agents.get(&replica.spec.node_id).filter(|agent| agent.is_synced());
+            agent.is_some_and(|agent| !agent.failures.contains_key(&key))
                 && !given_up::is_disk_given_up(&cluster, replica)
         };
         cluster.left_behind(&name).any(is_asked)

@@ -94,7 +94,7 @@ fn show_processes(page: &mut MetricsPage, name: &str, help: &str, all: impl Iter
 pub(super) fn show_agents(agents: &Agents, page: &mut MetricsPage) {
     let gauges =
         page.gauges("shorthorn_controller_agents", "Agents, by whether this controller is connected to them");
-    let synced = agents.by_node().values().filter(|view| ObservedAgent::is_synced(view)).count();
+    let synced = agents.by_node().values().filter(|agent| ObservedAgent::is_synced(agent)).count();
     gauges.set(&[("connected", "true")], number(synced));
     gauges.set(&[("connected", "false")], number(agents.by_node().len() - synced));
 }

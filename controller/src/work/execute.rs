@@ -137,7 +137,7 @@ mod tests {
             BTreeMap::from([("a".parse().unwrap(), "unix:///nonexistent/agent.sock".parse().unwrap())]);
         let queue = Arc::new(Queue::new());
         let fleet = Fleet::new(&nodes, Arc::clone(&store), queue, Metrics::default()).unwrap();
-        fleet.change(&"a".parse().unwrap(), |view| view.link = AgentLink::Synced);
+        fleet.change(&"a".parse().unwrap(), |agent| agent.link = AgentLink::Synced);
         let (broken, errors) = mpsc::channel(1);
         (Arc::clone(&store), Executor::new(store, fleet, broken, None), errors)
     }

@@ -50,10 +50,11 @@ fn cluster(occupied: bool) -> ClusterState {
 }
 
 fn agents(problem: &str) -> Agents {
-    let mut view = ObservedAgent { link: AgentLink::Synced, ..ObservedAgent::new("http://agent", now()) };
-    view.disks
+    let mut agent = ObservedAgent { link: AgentLink::Synced, ..ObservedAgent::new("http://agent", now()) };
+    agent
+        .disks
         .insert(DISK.to_owned(), ObservedDisk { problem: problem.to_owned(), ..ObservedDisk::default() });
-    [(NodeName::new("n").unwrap(), view)].into_iter().collect()
+    [(NodeName::new("n").unwrap(), agent)].into_iter().collect()
 }
 
 fn remove(lost: bool, force: bool) -> RemoveDisk {

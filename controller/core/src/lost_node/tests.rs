@@ -57,11 +57,11 @@ impl Cluster {
             status.conditions.set(ConditionType::Ready, finding, now());
             let spec = NodeSpec { allow_scheduling: name != "a", ..NodeSpec::default() };
             state.insert(Node { metadata: Metadata::new(name, now()), spec, status }.into());
-            let mut view = ObservedAgent::new("http://agent", now());
+            let mut agent = ObservedAgent::new("http://agent", now());
             if name != "a" {
-                view.link = AgentLink::Synced;
+                agent.link = AgentLink::Synced;
             }
-            agents.insert(node(name), view);
+            agents.insert(node(name), agent);
         }
         let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };
         let Ok(Change::Store(mut volume)) = wanted.apply(&state, Secret::new([1; 32]), now()) else {

@@ -198,8 +198,8 @@ fn kubernetes(is_ready: bool) -> KubernetesCluster {
 
 fn agents(link: AgentLink) -> Agents {
     let info = Some(AgentInfo { name: NODE.to_owned(), ..AgentInfo::default() });
-    let view = ObservedAgent { link, info, ..ObservedAgent::new("http://a:1", at(0)) };
-    Agents::from_iter([(NodeName::new(NODE).unwrap(), view)])
+    let agent = ObservedAgent { link, info, ..ObservedAgent::new("http://a:1", at(0)) };
+    Agents::from_iter([(NodeName::new(NODE).unwrap(), agent)])
 }
 
 #[test]

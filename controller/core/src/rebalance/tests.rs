@@ -54,9 +54,9 @@ impl Cluster {
         self.state.insert(Node { metadata: Metadata::new(name(at).as_str(), now()), spec, status }.into());
         let seen = ObservedDisk { available_bytes: DISK_BYTES, ..ObservedDisk::default() };
         let disks = [(DISK.to_owned(), seen)].into();
-        let view =
+        let agent =
             ObservedAgent { link: AgentLink::Synced, disks, ..ObservedAgent::new("http://agent", now()) };
-        self.agents.insert(name(at), view);
+        self.agents.insert(name(at), agent);
     }
 
     /// Adds a volume with a replica on each of these nodes.

@@ -17,9 +17,9 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let mut decision = match reachability(context, node) {
         Reachability::Uncertain(wait) => Decision { look_again: Some(wait), ..Decision::nothing() },
         Reachability::Unreachable(reason) => mark_unreachable(engine, reason),
-        Reachability::Reachable(view) => match engine.spec.desire_state {
-            DesireState::Running => run(context, engine, node, view),
-            DesireState::Stopped => stop(engine, node, view),
+        Reachability::Reachable(agent) => match engine.spec.desire_state {
+            DesireState::Running => run(context, engine, node, agent),
+            DesireState::Stopped => stop(engine, node, agent),
         },
     };
     // Last, because a stray that cannot be stopped must not hold up anything.
@@ -60,8 +60,8 @@ pub(super) fn is_left_behind(context: &Context<'_>, engine: &Engine) -> bool {
 fn stop_strays(context: &Context<'_>, engine: &Engine, node: &NodeName, decision: &mut Decision) {
     let key = InstanceKey::engine(&engine.spec.volume_name);
     let shown = context.agents.with_engine(&engine.spec.volume_name);
-    for (other, view) in shown.filter(|(other, _)| *other != node) {
-        let stray = view.instances.get(&key).filter(|_| view.is_synced());
+    for (other, agent) in shown.filter(|(other, _)| *other != node) {
+        let stray = agent.instances.get(&key).filter(|_| agent.is_synced());
         if stray.is_some_and(|stray| is_older(stray, engine.spec.attach)) {
             let call = AgentCall::StopInstance { instance: key.clone(), attach: engine.spec.attach };
             decision.call(other, call);
@@ -72,7 +72,7 @@ fn stop_strays(context: &Context<'_>, engine: &Engine, node: &NodeName, decision
 /// Returns true if the instance was made for this attachment or an earlier one. It may have no process any
 /// more: its node keeps its spec, with the secret of the volume, until it is stopped.
 fn is_older(instance: &Instance, attach: u64) -> bool {
-    observed_engine(instance).is_some_and(|view| view.attach <= Some(attach))
+    observed_engine(instance).is_some_and(|shown| shown.attach <= Some(attach))
 }
 
 /// Writes the status if it differs from the stored one.
@@ -98,17 +98,17 @@ fn mark_unreachable(engine: &Engine, reason: String) -> Decision {
 }
 
 /// Returns true if the process has ended for good: its agent does not start it again.
-fn has_ended(instance: &Instance, view: &ObservedEngine) -> bool {
+fn has_ended(instance: &Instance, shown: &ObservedEngine) -> bool {
     instance.state == InstanceState::Stopped
-        || (instance.state == InstanceState::Error && view.phase() == Some(EnginePhase::Stopped))
+        || (instance.state == InstanceState::Error && shown.phase() == Some(EnginePhase::Stopped))
 }
 
 /// Returns the observed process of exactly this attachment, unless it has ended or is about to.
 pub(super) fn living<'a>(
     engine: &Engine,
-    view: &'a ObservedAgent,
+    agent: &'a ObservedAgent,
 ) -> Option<(&'a Instance, &'a ObservedEngine)> {
-    let instance = view.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?;
+    let instance = agent.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?;
     let shown = observed_engine(instance).filter(|shown| shown.attach == Some(engine.spec.attach))?;
     let is_living = instance.state != InstanceState::Stopping && !has_ended(instance, shown);
     is_living.then_some((instance, shown))
@@ -116,15 +116,15 @@ pub(super) fn living<'a>(
 
 fn observed_engine(instance: &Instance) -> Option<&ObservedEngine> {
     match &instance.detail {
-        Detail::Engine(view) => Some(view),
+        Detail::Engine(shown) => Some(shown),
         Detail::Replica(_) => None,
     }
 }
 
-fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, view: &ObservedAgent) -> Decision {
+fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, agent: &ObservedAgent) -> Decision {
     let key = InstanceKey::engine(&engine.spec.volume_name);
     let attach = engine.spec.attach;
-    let instance = view.instances.get(&key);
+    let instance = agent.instances.get(&key);
     let shown = instance.and_then(observed_engine);
     let mut decision = Decision::nothing();
     match (instance, shown) {
@@ -145,7 +145,7 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, view: &ObservedA
             write_status(&mut decision, engine, status);
         }
         (_, shown) => {
-            let failure = view.failures.get(&key).map(|failure| &failure.message);
+            let failure = agent.failures.get(&key).map(|failure| &failure.message);
             let Some(volume) = context.cluster.volumes.get(engine.spec.volume_name.as_str()) else {
                 return decision;
             };
@@ -251,10 +251,10 @@ fn lost(engine: &Engine, message: String) -> EngineStatus {
 }
 
 /// Returns the status from the process of this attachment.
-fn taken_over(engine: &Engine, instance: &Instance, view: &ObservedEngine) -> EngineStatus {
+fn taken_over(engine: &Engine, instance: &Instance, shown: &ObservedEngine) -> EngineStatus {
     let attach = engine.spec.attach;
-    debug_assert_eq!(view.attach, Some(attach));
-    if has_ended(instance, view) {
+    debug_assert_eq!(shown.attach, Some(attach));
+    if has_ended(instance, shown) {
         let why = if instance.message.is_empty() { "no reason given" } else { &instance.message };
         let seen = EngineStatus { seen_attach: attach, ..engine.status.clone() };
         let engine = Engine { status: seen, ..engine.clone() };
@@ -273,10 +273,10 @@ fn taken_over(engine: &Engine, instance: &Instance, view: &ObservedEngine) -> En
         message: instance.message.clone(),
         map_revision: engine.status.map_revision,
         volume_size: engine.status.volume_size,
-        current_size: view.size_bytes,
+        current_size: shown.size_bytes,
         rebuild: engine.status.rebuild,
-        needs_upgrade: view.needs_upgrade,
-        ..EngineStatus::of_reported(view.reported.as_ref())
+        needs_upgrade: shown.needs_upgrade,
+        ..EngineStatus::of_reported(shown.reported.as_ref())
     };
     if status.is_serving() {
         status.served_attach = attach;
@@ -304,10 +304,10 @@ fn start(engine: &Engine, volume: &Volume, node: &NodeName, continues: Option<u6
     decision.again_after(START_CHECK);
 }
 
-fn stop(engine: &Engine, node: &NodeName, view: &ObservedAgent) -> Decision {
+fn stop(engine: &Engine, node: &NodeName, agent: &ObservedAgent) -> Decision {
     let key = InstanceKey::engine(&engine.spec.volume_name);
     let mut decision = Decision::nothing();
-    let instance = view.instances.get(&key);
+    let instance = agent.instances.get(&key);
     // Stored as stopped and shown all the same: a start call that came late. It is fenced, but in the way.
     let shown = instance.is_some_and(|instance| is_older(instance, engine.spec.attach));
     let call = AgentCall::StopInstance { instance: key.clone(), attach: engine.spec.attach };
@@ -317,8 +317,8 @@ fn stop(engine: &Engine, node: &NodeName, view: &ObservedAgent) -> Decision {
         }
         return decision;
     }
-    let failure = view.failures.get(&key).map(|failure| &failure.message);
-    let status = stopping(engine, view, failure);
+    let failure = agent.failures.get(&key).map(|failure| &failure.message);
+    let status = stopping(engine, agent, failure);
     if status != engine.status {
         // Shown first; the change brings the next run, which calls.
         write_status(&mut decision, engine, status);
@@ -331,9 +331,9 @@ fn stop(engine: &Engine, node: &NodeName, view: &ObservedAgent) -> Decision {
 
 /// Returns the status of an engine that has to stop. An engine whose device is in use may serve for long. Its
 /// status is kept up to date, so that its volume is repaired meanwhile.
-fn stopping(engine: &Engine, view: &ObservedAgent, failure: Option<&String>) -> EngineStatus {
+fn stopping(engine: &Engine, agent: &ObservedAgent, failure: Option<&String>) -> EngineStatus {
     let stop_refused = failure.unwrap_or(&engine.status.stop_refused).clone();
-    match living(engine, view) {
+    match living(engine, agent) {
         Some((instance, shown)) if !stop_refused.is_empty() => {
             EngineStatus { stop_refused, ..taken_over(engine, instance, shown) }
         }

@@ -218,24 +218,24 @@ fn reachability<'a>(context: &Context<'a>, node: &NodeName) -> Reachability<'a> 
 }
 
 pub(crate) fn reachability_of<'a>(agents: &'a Agents, now: Timestamp, node: &NodeName) -> Reachability<'a> {
-    let Some(view) = agents.get(node) else {
+    let Some(agent) = agents.get(node) else {
         return Reachability::Unreachable(format!(
             "the address of the agent of node {node} is unknown: start the controller with --node \
              {node}=URL, or set spec.address of the Node object"
         ));
     };
-    match (&view.link, &view.info) {
+    match (&agent.link, &agent.info) {
         (AgentLink::Synced, Some(info)) if info.name != node.as_str() => Reachability::Unreachable(format!(
             "the agent at {} says that it is node {:?}, not {node}: correct --node {node}=URL",
-            view.address, info.name
+            agent.address, info.name
         )),
-        (AgentLink::Synced, _) => Reachability::Reachable(view),
+        (AgentLink::Synced, _) => Reachability::Reachable(agent),
         (AgentLink::Down { since, reason }, _) => {
             let left = remaining(*since, UNREACHABLE_AFTER, now);
             if left.is_zero() {
                 Reachability::Unreachable(format!(
                     "the agent of node {node} at {} is unreachable ({reason})",
-                    view.address
+                    agent.address
                 ))
             } else {
                 Reachability::Uncertain(left)

@@ -11,12 +11,12 @@ use crate::{Action, AgentCall, Decision, Label, NodeName, lost_node};
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let mut decision = Decision::nothing();
     let Ok(node_name) = NodeName::new(name) else { return decision };
-    let view = context.agents.get(&node_name);
+    let agent = context.agents.get(&node_name);
     let stored = context.cluster.nodes.get(name);
-    let mut node = match (stored, view) {
+    let mut node = match (stored, agent) {
         (Some(node), _) => node.clone(),
         (None, _) if context.cluster.unknown(&Key::new(Kind::Node, name)).is_some() => return decision,
-        (None, Some(view)) if !view.from_object => Node::new(name, context.now),
+        (None, Some(agent)) if !agent.from_object => Node::new(name, context.now),
         // Known by an object that is gone: it is given up, and this controller has not got round to
         // forgetting it.
         (None, _) => return decision,
@@ -26,13 +26,13 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     {
         return give_up(context, node);
     }
-    if let Some(view) = view.filter(|view| !view.from_object) {
-        node.spec.address.clone_from(&view.address);
+    if let Some(agent) = agent.filter(|agent| !agent.from_object) {
+        node.spec.address.clone_from(&agent.address);
     }
     let mut changed = None;
     let ready = match reachability(context, &node_name) {
-        Reachability::Reachable(view) => {
-            take_over(&mut node, view);
+        Reachability::Reachable(agent) => {
+            take_over(&mut node, agent);
             Some(Finding::Well)
         }
         Reachability::Unreachable(reason) => Some(Finding::wrong("AgentUnreachable", reason)),
@@ -65,9 +65,9 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
 /// engine that serves one stays. The engine of a deleted volume has lost its replicas elsewhere, and does not
 /// serve for long.
 fn stop_ownerless(context: &Context<'_>, node: &NodeName, decision: &mut Decision) {
-    let Reachability::Reachable(view) = reachability(context, node) else { return };
+    let Reachability::Reachable(agent) = reachability(context, node) else { return };
     let cluster = context.cluster;
-    let ownerless = view.instances.iter().filter_map(|(key, instance)| {
+    let ownerless = agent.instances.iter().filter_map(|(key, instance)| {
         let Detail::Engine(shown) = &instance.detail else { return None };
         let is_known = cluster.engines.contains_key(&key.name) || cluster.volumes.contains_key(&key.name);
         let may_have_clients = shown.reported.as_ref().is_some_and(|status| {
@@ -80,7 +80,7 @@ fn stop_ownerless(context: &Context<'_>, node: &NodeName, decision: &mut Decisio
     });
     let mut ownerless: Vec<(&InstanceKey, u64)> = ownerless.collect();
     // A call that fails is the last one of its run.
-    ownerless.sort_by_key(|(key, _)| view.failures.contains_key(key));
+    ownerless.sort_by_key(|(key, _)| agent.failures.contains_key(key));
     if !ownerless.is_empty() {
         decision.again_after(GIVE_UP_CHECK);
     }
@@ -100,7 +100,7 @@ fn stop_forgotten(context: &Context<'_>, node: &NodeName, lost: &[String], decis
     if lost.is_empty() {
         return;
     }
-    let Reachability::Reachable(view) = reachability(context, node) else { return };
+    let Reachability::Reachable(agent) = reachability(context, node) else { return };
     let is_there = |(key, instance): &(&InstanceKey, &Instance)| {
         let Detail::Replica(shown) = &instance.detail else { return false };
         let is_on_lost = |directory| lost.iter().any(|disk| Path::new(directory).starts_with(disk));
@@ -109,9 +109,9 @@ fn stop_forgotten(context: &Context<'_>, node: &NodeName, lost: &[String], decis
         is_lost && !context.cluster.replicas.contains_key(&key.name) && !is_unknown()
     };
     let mut forgotten: Vec<&InstanceKey> =
-        view.instances.iter().filter(is_there).map(|(key, _)| key).collect();
+        agent.instances.iter().filter(is_there).map(|(key, _)| key).collect();
     // A call that fails is the last one of its run.
-    forgotten.sort_by_key(|key| view.failures.contains_key(key));
+    forgotten.sort_by_key(|key| agent.failures.contains_key(key));
     if !forgotten.is_empty() {
         decision.again_after(GIVE_UP_CHECK);
     }
@@ -143,11 +143,11 @@ fn event_of(node: &Node, found: &Finding) -> Option<(bool, &'static str, String)
 /// configuration, which would bring it back.
 fn give_up(context: &Context<'_>, mut node: Node) -> Decision {
     let name = node.metadata.name.clone();
-    let view = NodeName::new(&name).ok().and_then(|name| context.agents.get(&name));
+    let agent = NodeName::new(&name).ok().and_then(|name| context.agents.get(&name));
     let left = if lost_node::is_named(context.cluster, &name) {
         "replicas or volumes are still on it, as far as is known: they go as their volumes do without them"
             .to_owned()
-    } else if view.is_some_and(|view| !view.from_object) {
+    } else if agent.is_some_and(|agent| !agent.from_object) {
         format!("the controller is configured with its agent: start it without --node {name}=URL")
     } else {
         let mut decision = Decision::nothing();
@@ -166,19 +166,19 @@ fn give_up(context: &Context<'_>, mut node: Node) -> Decision {
 }
 
 /// Copies the status of the agent, and the disks that its administrator has added.
-fn take_over(node: &mut Node, view: &ObservedAgent) {
-    if let Some(info) = &view.info {
+fn take_over(node: &mut Node, agent: &ObservedAgent) {
+    if let Some(info) = &agent.info {
         node.status.version.clone_from(&info.version);
         node.status.data_address.clone_from(&info.data_address);
         node.status.max_volumes = info.max_volumes;
         node.status.zone = Label::new(&info.zone).ok();
         node.status.frontends.clone_from(&info.frontends);
     }
-    for (path, disk) in &view.disks {
+    for (path, disk) in &agent.disks {
         node.spec.disks.entry(path.clone()).or_insert_with(|| DiskSpec::of_new(disk.total_bytes));
     }
     let before = &node.status.disk_status;
-    let known = |path: &String| match view.disks.get(path) {
+    let known = |path: &String| match agent.disks.get(path) {
         Some(disk) => DiskStatus::of(disk, before.get(path)),
         None => DiskStatus {
             problem: format!(

@@ -24,9 +24,9 @@ fn see(context: &Context<'_>, replica: &Replica, desire_state: DesireState) -> D
     match reachability(context, &replica.spec.node_id) {
         Reachability::Uncertain(wait) => Decision { look_again: Some(wait), ..Decision::nothing() },
         Reachability::Unreachable(reason) => mark_unreachable(context, replica, reason),
-        Reachability::Reachable(view) => match desire_state {
-            DesireState::Running => run(context, replica, view),
-            DesireState::Stopped => stop(context, replica, view),
+        Reachability::Reachable(agent) => match desire_state {
+            DesireState::Running => run(context, replica, agent),
+            DesireState::Stopped => stop(context, replica, agent),
         },
     }
 }
@@ -56,18 +56,18 @@ fn mark_unreachable(context: &Context<'_>, replica: &Replica, reason: String) ->
     decision
 }
 
-fn run(context: &Context<'_>, replica: &Replica, view: &ObservedAgent) -> Decision {
+fn run(context: &Context<'_>, replica: &Replica, agent: &ObservedAgent) -> Decision {
     if replica.status.stop_first {
-        return stop_first(replica, view);
+        return stop_first(replica, agent);
     }
     let key = instance_of(replica);
     let mut decision = Decision::nothing();
     let mut status = wanted_status(context, replica);
-    let found = view.instances.get(&key).filter(|instance| instance.state != InstanceState::Stopped);
+    let found = agent.instances.get(&key).filter(|instance| instance.state != InstanceState::Stopped);
     match found {
         Some(instance) => take_over(&mut status, instance),
         None => {
-            let failure = view.failures.get(&key).map(|failure| &failure.message);
+            let failure = agent.failures.get(&key).map(|failure| &failure.message);
             let failed = failure.is_some();
             status.current_state = if failed { CurrentState::Error } else { CurrentState::Starting };
             status.message = failure.cloned().unwrap_or_default();
@@ -86,10 +86,10 @@ fn run(context: &Context<'_>, replica: &Replica, view: &ObservedAgent) -> Decisi
 
 /// Stops the process that a replica may have had before its undeletion, because no engine of its volume could
 /// authenticate to it. The object is stored after the call, as a record of this.
-fn stop_first(replica: &Replica, view: &ObservedAgent) -> Decision {
+fn stop_first(replica: &Replica, agent: &ObservedAgent) -> Decision {
     let mut decision = Decision::nothing();
     let key = instance_of(replica);
-    let failure = view.failures.get(&key).map(|failure| &failure.message);
+    let failure = agent.failures.get(&key).map(|failure| &failure.message);
     let mut status = ReplicaStatus {
         current_state: if failure.is_some() { CurrentState::Error } else { CurrentState::Starting },
         message: failure.cloned().unwrap_or_default(),
@@ -146,8 +146,8 @@ fn take_over(status: &mut ReplicaStatus, instance: &Instance) {
         InstanceState::Stopping | InstanceState::Stopped => CurrentState::Stopping,
         InstanceState::Error => CurrentState::Error,
     };
-    if let (InstanceState::Running, Detail::Replica(view)) = (instance.state, &instance.detail) {
-        status.addresses.clone_from(&view.addresses);
+    if let (InstanceState::Running, Detail::Replica(shown)) = (instance.state, &instance.detail) {
+        status.addresses.clone_from(&shown.addresses);
         status.data = DataState::Present;
     }
 }
@@ -171,13 +171,13 @@ fn start(context: &Context<'_>, replica: &Replica, create: bool, decision: &mut 
     decision.again_after(START_CHECK);
 }
 
-fn stop(context: &Context<'_>, replica: &Replica, view: &ObservedAgent) -> Decision {
+fn stop(context: &Context<'_>, replica: &Replica, agent: &ObservedAgent) -> Decision {
     let key = instance_of(replica);
     let mut decision = Decision::nothing();
-    let shown = view.instances.get(&key).is_some_and(|instance| instance.state != InstanceState::Stopped);
+    let shown = agent.instances.get(&key).is_some_and(|instance| instance.state != InstanceState::Stopped);
     let mut status = with_membership(context, replica);
     let stopped = status.current_state == CurrentState::Stopped;
-    let failure = view.failures.get(&key).map(|failure| &failure.message);
+    let failure = agent.failures.get(&key).map(|failure| &failure.message);
     if let Some(failure) = failure.filter(|failure| !stopped && **failure != status.message) {
         // Shown first; the change brings the next run, which tries again.
         status.message.clone_from(failure);
@@ -321,8 +321,8 @@ fn remove(
             return decision;
         }
         Reachability::Unreachable(reason) => Some((reason, Duration::ZERO)),
-        Reachability::Reachable(view) => {
-            let stray = stray_engine(context, replica, &record, view);
+        Reachability::Reachable(agent) => {
+            let stray = stray_engine(context, replica, &record, agent);
             if let Some((instance, attach)) = stray.clone() {
                 decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance, attach });
             }
@@ -331,7 +331,7 @@ fn remove(
             // A call that has failed is tried for as long as a node is that does not answer.
             let since = volume.and_then(|(volume, _)| volume.metadata.deletion_timestamp);
             let left = since.map_or(Duration::ZERO, |since| remaining(since, UNREACHABLE_AFTER, context.now));
-            obstacle(view, &key, stray.map(|(instance, _)| instance)).map(|failure| (failure, left))
+            obstacle(agent, &key, stray.map(|(instance, _)| instance)).map(|failure| (failure, left))
         }
     };
     let Some((message, left)) = trouble else { return decision };
@@ -352,14 +352,14 @@ fn remove(
 }
 
 /// Returns the obstacle to the deletion of the data: the error of the last call, if that was of a deletion.
-fn obstacle(view: &ObservedAgent, replica: &InstanceKey, stray: Option<InstanceKey>) -> Option<String> {
-    if let Some(failure) = stray.and_then(|engine| view.failures.get(&engine)) {
+fn obstacle(agent: &ObservedAgent, replica: &InstanceKey, stray: Option<InstanceKey>) -> Option<String> {
+    if let Some(failure) = stray.and_then(|engine| agent.failures.get(&engine)) {
         return Some(format!(
             "an engine of its deleted volume is still there, and is stopped first: {}",
             failure.message
         ));
     }
-    let failure = view.failures.get(replica)?;
+    let failure = agent.failures.get(replica)?;
     matches!(failure.call, "StopInstance" | "DeleteReplica").then(|| failure.message.clone())
 }
 
@@ -370,11 +370,11 @@ fn stray_engine(
     context: &Context<'_>,
     replica: &Replica,
     record: &str,
-    view: &ObservedAgent,
+    agent: &ObservedAgent,
 ) -> Option<(InstanceKey, u64)> {
     let instance = InstanceKey::engine(&replica.spec.volume_name);
     let is_nobodys = !context.cluster.volumes.contains_key(replica.spec.volume_name.as_str());
-    let is_stray = replica.is_left_behind() && is_nobodys && view.instances.contains_key(&instance);
+    let is_stray = replica.is_left_behind() && is_nobodys && agent.instances.contains_key(&instance);
     let record: DeletionRecord = serde_json::from_str(record).ok().filter(|_| is_stray)?;
     Some((instance, record.attach))
 }

@@ -58,21 +58,21 @@ fn cluster() -> ClusterState {
 fn agents(on_b: Option<u64>) -> Agents {
     let mut agents = Agents::default();
     for name in ["a", "b"] {
-        let mut view = ObservedAgent::new("http://agent", now());
-        view.link = AgentLink::Synced;
-        view.info = Some(AgentInfo { name: name.to_owned(), ..AgentInfo::default() });
+        let mut agent = ObservedAgent::new("http://agent", now());
+        agent.link = AgentLink::Synced;
+        agent.info = Some(AgentInfo { name: name.to_owned(), ..AgentInfo::default() });
         let disk =
             ObservedDisk { total_bytes: DISK_BYTES, available_bytes: DISK_BYTES, ..ObservedDisk::default() };
-        view.disks.insert(DISK.to_owned(), disk);
+        agent.disks.insert(DISK.to_owned(), disk);
         if let Some(attach) = on_b.filter(|_| name == "b") {
             let detail = Detail::Engine(Box::new(ObservedEngine {
                 attach: Some(attach),
                 ..ObservedEngine::default()
             }));
             let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
-            view.instances.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), instance);
+            agent.instances.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), instance);
         }
-        agents.insert(NodeName::new(name).unwrap(), view);
+        agents.insert(NodeName::new(name).unwrap(), agent);
     }
     agents
 }
@@ -103,7 +103,7 @@ fn a_start_is_stored_before_it_is_asked_for() {
 fn an_older_engine_elsewhere_is_stopped_and_a_newer_one_left_alone() {
     let stops = |on_b, state| {
         let mut agents = agents(Some(on_b));
-        agents.change_all(|view| view.instances.values_mut().for_each(|instance| instance.state = state));
+        agents.change_all(|agent| agent.instances.values_mut().for_each(|instance| instance.state = state));
         let actions = decide(&cluster(), &agents);
         actions.iter().any(|action| match action {
             Action::Call(node, AgentCall::StopInstance { attach, .. }) => {
@@ -123,7 +123,7 @@ fn an_older_engine_elsewhere_is_stopped_and_a_newer_one_left_alone() {
 fn an_agent_with_another_name_is_asked_for_nothing() {
     let mut agents = agents(None);
     let other = AgentInfo { name: "other".to_owned(), ..AgentInfo::default() };
-    agents.change_all(|view| view.info = Some(other.clone()));
+    agents.change_all(|agent| agent.info = Some(other.clone()));
     let actions = decide(&cluster(), &agents);
     let [Action::Write(object)] = actions.as_slice() else { panic!("{actions:#?}") };
     let Object::Engine(engine) = &**object else { panic!("{object:#?}") };
@@ -152,8 +152,8 @@ fn no_place_is_refused_while_nodes_may_still_come() {
         });
         (written.unwrap().status.conditions, decision.look_again)
     };
-    agents.change_all(|view| {
-        view.link = AgentLink::Down { since: now(), reason: "not reached yet".to_owned() }
+    agents.change_all(|agent| {
+        agent.link = AgentLink::Down { since: now(), reason: "not reached yet".to_owned() }
     });
     let (conditions, again) = volume_after(&agents, now());
     assert_eq!(conditions.get(ConditionType::Settled).unwrap().reason, "WaitingForNodes");
@@ -425,9 +425,9 @@ fn a_node_that_the_controller_is_configured_with_stays_until_it_is_not() {
         Kind::Replica,
         ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), ReplicaId::from_random(2)),
     ));
-    let mut view = ObservedAgent::new("http://agent", now() - UNREACHABLE_AFTER);
-    view.link = AgentLink::Down { since: now() - UNREACHABLE_AFTER, reason: "no answer".to_owned() };
-    agents.insert(b.clone(), view);
+    let mut agent = ObservedAgent::new("http://agent", now() - UNREACHABLE_AFTER);
+    agent.link = AgentLink::Down { since: now() - UNREACHABLE_AFTER, reason: "no answer".to_owned() };
+    agents.insert(b.clone(), agent);
     act(&mut cluster, &agents, &Key::new(Kind::Node, "b"));
     let ready = cluster.nodes["b"].status.conditions.get(ConditionType::Ready).unwrap();
     assert!(ready.message.contains("--node b=URL"), "{ready:?}");

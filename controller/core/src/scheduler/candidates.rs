@@ -43,28 +43,28 @@ pub(super) fn some_candidates(
 }
 
 fn with_replicas(cluster: &ClusterState, agents: &Agents, own: &[&Replica]) -> Vec<NodeCandidate> {
-    let mut views = Sorted::new(agents.by_node());
+    let mut agents = Sorted::new(agents.by_node());
     let mut scheduled = Sorted::new(cluster.replicas.scheduled());
     let candidate = |node: &Node| {
-        let view = views.get(&node.metadata.name);
+        let agent = agents.get(&node.metadata.name);
         let scheduled = scheduled.get(&node.metadata.name).map(|(_, disks)| disks);
-        candidate(node, view, scheduled, own)
+        candidate(node, agent, scheduled, own)
     };
     cluster.nodes.values().filter_map(candidate).collect()
 }
 
 fn candidate(
     node: &Node,
-    view: Option<(&NodeName, &ObservedAgent)>,
+    agent: Option<(&NodeName, &ObservedAgent)>,
     scheduled: Option<&BTreeMap<String, ScheduledBytes>>,
     own: &[&Replica],
 ) -> Option<NodeCandidate> {
     // A known name is not checked again.
-    let name = match view {
+    let name = match agent {
         Some((name, _)) => name.clone(),
         None => NodeName::new(&node.metadata.name).ok()?,
     };
-    let view = view.map(|(_, view)| view);
+    let agent = agent.map(|(_, agent)| agent);
     let disk = |(path, spec): (&String, &DiskSpec)| {
         let here = |replica: &&&Replica| replica.spec.node_id == name && replica.spec.disk_path == *path;
         let scheduled = scheduled.and_then(|disks| disks.get(path)).copied().unwrap_or_default();
@@ -72,7 +72,7 @@ fn candidate(
         DiskCandidate {
             scheduled_bytes: u64::try_from(scheduled.bytes).unwrap_or(u64::MAX),
             same_volume: u32::try_from(same_volume).unwrap_or(u32::MAX),
-            ..disk_candidate(node, view, path, spec)
+            ..disk_candidate(node, agent, path, spec)
         }
     };
     Some(NodeCandidate {
@@ -81,7 +81,7 @@ fn candidate(
         cordoned: !node.spec.allow_scheduling || node.spec.eviction_requested || node.metadata.is_deleting(),
         machine_cordoned: node.is_machine_cordoned(),
         evicted: node.spec.eviction_requested,
-        not_ready: not_ready(node, view),
+        not_ready: not_ready(node, agent),
         is_busy: false,
         disks: node.spec.disks.iter().map(disk).collect(),
         name,
@@ -121,9 +121,9 @@ pub(crate) fn largest_room_bytes(cluster: &ClusterState, node: &Node, limits: Li
 #[must_use]
 pub fn taken_bytes(agents: &Agents, replicas: &[&Replica]) -> u64 {
     let taken = |replica: &&Replica| {
-        let view = agents.get(&replica.spec.node_id)?;
+        let agent = agents.get(&replica.spec.node_id)?;
         let key = InstanceKey::replica(&replica.spec.volume_name, replica.spec.replica_id);
-        match &view.instances.get(&key)?.detail {
+        match &agent.instances.get(&key)?.detail {
             Detail::Replica(shown) => Some(shown.allocated_bytes),
             Detail::Engine(_) => None,
         }
@@ -132,9 +132,9 @@ pub fn taken_bytes(agents: &Agents, replicas: &[&Replica]) -> u64 {
 }
 
 /// Returns the disk without its replicas.
-fn disk_candidate(node: &Node, view: Option<&ObservedAgent>, path: &str, spec: &DiskSpec) -> DiskCandidate {
+fn disk_candidate(node: &Node, agent: Option<&ObservedAgent>, path: &str, spec: &DiskSpec) -> DiskCandidate {
     let status = node.status.disk_status.get(path);
-    let seen = view.and_then(|view| view.disks.get(path));
+    let seen = agent.and_then(|agent| agent.disks.get(path));
     DiskCandidate {
         path: path.to_owned(),
         uuid: status.map(|status| status.disk_uuid.clone()).unwrap_or_default(),
@@ -152,11 +152,11 @@ fn disk_candidate(node: &Node, view: Option<&ObservedAgent>, path: &str, spec: &
     }
 }
 
-fn not_ready(node: &Node, view: Option<&ObservedAgent>) -> Option<String> {
+fn not_ready(node: &Node, agent: Option<&ObservedAgent>) -> Option<String> {
     match node.status.conditions.get(ConditionType::Ready) {
         Some(ready) if !ready.status => Some(format!("not ready: {}", ready.message)),
         None => Some("agent not reached yet".to_owned()),
-        Some(_) if !view.is_some_and(ObservedAgent::is_synced) => Some("agent unreachable".to_owned()),
+        Some(_) if !agent.is_some_and(ObservedAgent::is_synced) => Some("agent unreachable".to_owned()),
         Some(_) => None,
     }
 }

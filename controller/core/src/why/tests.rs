@@ -99,12 +99,12 @@ impl Case {
         (1..=3).for_each(|n| cluster.insert(replica(n).into()));
         let mut agents = Agents::default();
         for n in 1..=3 {
-            let mut view = ObservedAgent::new("http://agent", at(0));
-            view.link = AgentLink::Synced;
+            let mut agent = ObservedAgent::new("http://agent", at(0));
+            agent.link = AgentLink::Synced;
             let disk =
                 ObservedDisk { total_bytes: 100 << 30, available_bytes: 50 << 30, ..ObservedDisk::default() };
-            view.disks.insert("/disk".to_owned(), disk);
-            agents.insert(node(n), view);
+            agent.disks.insert("/disk".to_owned(), disk);
+            agents.insert(node(n), agent);
         }
         let mut case = Case { cluster, agents };
         case.engine_says(status_of_engine(1, EnginePhase::Serving));

@@ -170,8 +170,8 @@ impl SimAgent {
         let members = start.replicas.keys().map(|id| MemberStatus::of(*id, MemberMode::Connecting));
         let generation = Generation::new(attach, 0);
         let starting = EngineStatus::starting(start.volume.clone(), generation, start.size_bytes);
-        let view = ObservedEngine::of(attach, EngineStatus { members: members.collect(), ..starting });
-        self.start(key, Detail::Engine(Box::new(view)), late, events);
+        let engine = ObservedEngine::of(attach, EngineStatus { members: members.collect(), ..starting });
+        self.start(key, Detail::Engine(Box::new(engine)), late, events);
         Ok(())
     }
 
@@ -185,13 +185,13 @@ impl SimAgent {
         let Some(mut instance) = self.instances.get(key).cloned() else {
             return Err("it does not run".to_owned());
         };
-        let Detail::Replica(view) = &mut instance.detail else {
+        let Detail::Replica(observed) = &mut instance.detail else {
             return Err("it is not a replica".to_owned());
         };
         views.fence(&key.name, attach);
-        view.attach = Some(views.fences[&key.name]);
+        observed.attach = Some(views.fences[&key.name]);
         let committed = views.stored[&key.name];
-        view.views = Some(Box::new(ReplicaReport { committed, proposed: Vec::new() }));
+        observed.views = Some(Box::new(ReplicaReport { committed, proposed: Vec::new() }));
         self.set(key.clone(), instance, events);
         Ok(())
     }
@@ -209,11 +209,11 @@ impl SimAgent {
 
     fn stop(&mut self, key: &InstanceKey, attach: u64, events: &mut Vec<Event>) -> Result<(), String> {
         let Some(instance) = self.instances.get(key) else { return Ok(()) };
-        if let Detail::Engine(view) = &instance.detail {
-            if attach != 0 && view.attach > Some(attach) {
+        if let Detail::Engine(engine) = &instance.detail {
+            if attach != 0 && engine.attach > Some(attach) {
                 return Ok(());
             }
-            if self.device_used && view.phase() != Some(EnginePhase::Stopped) {
+            if self.device_used && engine.phase() != Some(EnginePhase::Stopped) {
                 return Err("the device is in use".to_owned());
             }
         }
@@ -237,7 +237,9 @@ impl SimAgent {
     fn engine_of(&self, key: &InstanceKey, attach: u64) -> Result<(Instance, Box<ObservedEngine>), String> {
         match self.instances.get(key) {
             Some(instance) => match &instance.detail {
-                Detail::Engine(view) if view.attach == Some(attach) => Ok((instance.clone(), view.clone())),
+                Detail::Engine(engine) if engine.attach == Some(attach) => {
+                    Ok((instance.clone(), engine.clone()))
+                }
                 _ => Err("another engine is there".to_owned()),
             },
             None => Err("the engine does not run".to_owned()),
@@ -259,10 +261,10 @@ impl SimAgent {
         granted: View,
         events: &mut Vec<Event>,
     ) -> Result<(), String> {
-        let (mut instance, mut view) = self.engine_of(key, attach)?;
-        if view.grant_wanted().is_some_and(|wanted| wanted.view == granted) {
-            go_on(status_of(&mut view), granted);
-            instance.detail = Detail::Engine(view);
+        let (mut instance, mut engine) = self.engine_of(key, attach)?;
+        if engine.grant_wanted().is_some_and(|wanted| wanted.view == granted) {
+            go_on(status_of(&mut engine), granted);
+            instance.detail = Detail::Engine(engine);
             self.set(key.clone(), instance, events);
         }
         Ok(())
@@ -276,12 +278,12 @@ impl SimAgent {
         revision: u64,
         events: &mut Vec<Event>,
     ) -> Result<(), String> {
-        let (mut instance, mut view) = self.engine_of(key, attach)?;
+        let (mut instance, mut engine) = self.engine_of(key, attach)?;
         if self.maps.get(key).is_some_and(|(newest, _)| *newest > revision) {
             return Ok(());
         }
         // A missing replica is given up, unless it is in the view.
-        let status = status_of(&mut view);
+        let status = status_of(&mut engine);
         let stays =
             |member: &MemberStatus| member.mode == MemberMode::Member || replicas.contains(&member.replica);
         status.members.retain(stays);
@@ -290,7 +292,7 @@ impl SimAgent {
         // Rebuilds begin in this order.
         status.members.sort_by_key(|member| member.replica);
         self.maps.insert(key.clone(), (revision, replicas));
-        instance.detail = Detail::Engine(view);
+        instance.detail = Detail::Engine(engine);
         self.set(key.clone(), instance, events);
         Ok(())
     }
@@ -301,14 +303,14 @@ impl SimAgent {
         for (key, mut instance) in self.instances.clone() {
             let before = instance.clone();
             match &mut instance.detail {
-                Detail::Replica(view) if instance.state == InstanceState::Starting => {
+                Detail::Replica(observed) if instance.state == InstanceState::Starting => {
                     instance.state = InstanceState::Running;
-                    view.addresses = vec![format!("tcp:{}:{}", self.name, key.name)];
+                    observed.addresses = vec![format!("tcp:{}:{}", self.name, key.name)];
                 }
                 Detail::Replica(_) => {}
-                Detail::Engine(view) => {
-                    let attach = attach_of(view);
-                    let status = status_of(view);
+                Detail::Engine(engine) => {
+                    let attach = attach_of(engine);
+                    let status = status_of(engine);
                     let takes = |name: &&String| !views.refuses(name, attach);
                     let usable: BTreeSet<String> = runs.iter().filter(takes).cloned().collect();
                     let here = |id: &ReplicaId| usable.contains(&format!("{}-{id}", key.name));
@@ -322,7 +324,7 @@ impl SimAgent {
                         start_serving(status, &key.name, here, views);
                     }
                     status.endpoint = Some(format!("/dev/longhorn/{}", key.name).into());
-                    view.size_bytes = self.sizes.get(&(key.clone(), attach)).copied();
+                    engine.size_bytes = self.sizes.get(&(key.clone(), attach)).copied();
                 }
             }
             if instance != before {
@@ -336,12 +338,12 @@ impl SimAgent {
     pub fn fence(&mut self, volume: &str, newest: u64, events: &mut Vec<Event>) {
         let key = InstanceKey { kind: InstanceKind::Engine, name: volume.to_owned() };
         let Some(instance) = self.instances.get(&key) else { return };
-        let Detail::Engine(view) = &instance.detail else { return };
-        if attach_of(view) < newest && view.phase() != Some(EnginePhase::Stopped) {
-            let mut view = view.clone();
-            status_of(&mut view).phase = EnginePhase::Stopped;
+        let Detail::Engine(engine) = &instance.detail else { return };
+        if attach_of(engine) < newest && engine.phase() != Some(EnginePhase::Stopped) {
+            let mut engine = engine.clone();
+            status_of(&mut engine).phase = EnginePhase::Stopped;
             let message = "fenced by a newer engine".to_owned();
-            let fenced = Instance { state: InstanceState::Error, message, detail: Detail::Engine(view) };
+            let fenced = Instance { state: InstanceState::Error, message, detail: Detail::Engine(engine) };
             self.set(key, fenced, events);
         }
     }
@@ -352,10 +354,10 @@ impl SimAgent {
         let engines = self.instances.iter().filter(|(key, _)| key.kind == InstanceKind::Engine);
         let engines: Vec<_> = engines.map(|(key, instance)| (key.clone(), instance.clone())).collect();
         let Some((key, mut instance)) = engines.get(which % engines.len().max(1)).cloned() else { return };
-        let Detail::Engine(view) = &mut instance.detail else { return };
+        let Detail::Engine(engine) = &mut instance.detail else { return };
         let current = views.newest.get(&key.name).copied();
-        let attach = attach_of(view);
-        let status = status_of(view);
+        let attach = attach_of(engine);
+        let status = status_of(engine);
         let Some(current) = current.filter(|_| status.phase == EnginePhase::Serving) else { return };
         let members: Vec<ReplicaId> = current.members.iter().collect();
         let lost = members[which % members.len()];
@@ -382,13 +384,13 @@ impl SimAgent {
 }
 
 /// Returns the attachment of an engine. Those of the simulation all report one.
-fn attach_of(view: &ObservedEngine) -> u64 {
-    view.attach.unwrap_or_default()
+fn attach_of(engine: &ObservedEngine) -> u64 {
+    engine.attach.unwrap_or_default()
 }
 
 /// Returns the status of an engine. Those of the simulation report one from their start on.
-fn status_of(view: &mut ObservedEngine) -> &mut EngineStatus {
-    view.reported.as_mut().unwrap()
+fn status_of(engine: &mut ObservedEngine) -> &mut EngineStatus {
+    engine.reported.as_mut().unwrap()
 }
 
 fn next(view: View, members: Members) -> View {

@@ -20,18 +20,18 @@ pub struct Controller {
 
 impl Controller {
     pub fn start(nodes: &[SimAgent], now: Timestamp) -> Controller {
-        let view =
+        let agent =
             |node: &SimAgent| (node.name.clone(), ObservedAgent::new(format!("http://{}", node.name), now));
         Controller {
-            agents: nodes.iter().map(view).collect(),
+            agents: nodes.iter().map(agent).collect(),
             streams: BTreeMap::new(),
             runs: BTreeMap::new(),
         }
     }
 
     pub fn open(&mut self, node: &SimAgent) {
-        let Some(mut view) = self.agents.get_mut(&node.name) else { return };
-        view.info = Some(AgentInfo {
+        let Some(mut agent) = self.agents.get_mut(&node.name) else { return };
+        agent.info = Some(AgentInfo {
             name: node.name.to_string(),
             version: "1".to_owned(),
             zone: String::new(),
@@ -48,18 +48,18 @@ impl Controller {
             available_bytes: 1 << 39,
             ..ObservedDisk::default()
         };
-        view.disks = BTreeMap::from([("/disk".to_owned(), disk)]);
-        view.instances.clone_from(&node.instances);
-        view.failures.clear();
-        view.link = AgentLink::Synced;
+        agent.disks = BTreeMap::from([("/disk".to_owned(), disk)]);
+        agent.instances.clone_from(&node.instances);
+        agent.failures.clear();
+        agent.link = AgentLink::Synced;
         self.streams.insert(node.name.clone(), VecDeque::new());
     }
 
     pub fn close(&mut self, node: &NodeName, now: Timestamp) {
         if self.streams.remove(node).is_some()
-            && let Some(mut view) = self.agents.get_mut(node)
+            && let Some(mut agent) = self.agents.get_mut(node)
         {
-            view.link = AgentLink::Down { since: now, reason: "connection reset".to_owned() };
+            agent.link = AgentLink::Down { since: now, reason: "connection reset".to_owned() };
         }
     }
 
@@ -67,10 +67,10 @@ impl Controller {
     pub fn read(&mut self, node: &NodeName, keep: bool) -> bool {
         let Some(stream) = self.streams.get_mut(node) else { return false };
         let event = if keep { stream.front().cloned() } else { stream.pop_front() };
-        let (Some(event), Some(mut view)) = (event, self.agents.get_mut(node)) else { return false };
+        let (Some(event), Some(mut agent)) = (event, self.agents.get_mut(node)) else { return false };
         match event {
-            Event::Set(key, instance) => drop(view.instances.insert(key, *instance)),
-            Event::Gone(key) => drop(view.instances.remove(&key)),
+            Event::Set(key, instance) => drop(agent.instances.insert(key, *instance)),
+            Event::Gone(key) => drop(agent.instances.remove(&key)),
         }
         true
     }

@@ -467,7 +467,7 @@ impl Sim {
     }
 
     fn call_agent(&mut self, node: &NodeName, call: AgentCall, fault: Fault) -> bool {
-        if !self.controller.agents.get(node).is_some_and(|view| view.is_synced()) {
+        if !self.controller.agents.get(node).is_some_and(|agent| agent.is_synced()) {
             return false;
         }
         let result = match fault {
@@ -483,11 +483,12 @@ impl Sim {
             }
         };
         let result = if fault == Fault::Unanswered { Err("timed out".to_owned()) } else { result };
-        if let Some(mut view) = self.controller.agents.get_mut(node) {
+        if let Some(mut agent) = self.controller.agents.get_mut(node) {
             match &result {
-                Ok(()) => drop(view.failures.remove(&call.instance())),
+                Ok(()) => drop(agent.failures.remove(&call.instance())),
                 Err(error) => drop(
-                    view.failures
+                    agent
+                        .failures
                         .insert(call.instance(), CallFailure { call: call.name(), message: error.clone() }),
                 ),
             }

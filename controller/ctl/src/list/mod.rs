@@ -108,8 +108,8 @@ impl List {
 }
 
 /// Returns the fields as programs see them; Null if it has none, which does not happen here.
-fn fields(view: &impl serde::Serialize) -> Value {
-    serde_json::to_value(view).unwrap_or(Value::Null)
+fn fields(output: &impl serde::Serialize) -> Value {
+    serde_json::to_value(output).unwrap_or(Value::Null)
 }
 
 #[cfg(test)]

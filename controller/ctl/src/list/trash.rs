@@ -40,25 +40,25 @@ pub(super) fn list(mut trash: Vec<v1::VolumeTrash>) -> List {
 
 fn trashed(trash: v1::VolumeTrash) -> Entry {
     let deleted_ms = trash.replica.as_ref().map_or(0, |replica| replica.deleted_ms);
-    let view = TrashOutput::from(trash);
+    let output = TrashOutput::from(trash);
     // A disk may have the directories of several deletions of a replica.
-    let name = format!("trash/{}:{}-{}-{deleted_ms}", view.node, view.volume, view.replica_id);
-    let undelete = match (view.problem.is_empty(), view.with_volume) {
-        (false, _) => view.problem.clone(),
+    let name = format!("trash/{}:{}-{}-{deleted_ms}", output.node, output.volume, output.replica_id);
+    let undelete = match (output.problem.is_empty(), output.with_volume) {
+        (false, _) => output.problem.clone(),
         (true, true) => "yes".to_owned(),
         (true, false) => "no, its volume went on without it".to_owned(),
     };
     let row = vec![
-        view.volume.clone(),
-        view.replica_id.clone(),
-        view.node.clone(),
-        view.disk_path.clone(),
-        HumanBytes(view.allocated_bytes).to_string(),
-        view.deleted.clone(),
-        view.expires.clone(),
+        output.volume.clone(),
+        output.replica_id.clone(),
+        output.node.clone(),
+        output.disk_path.clone(),
+        HumanBytes(output.allocated_bytes).to_string(),
+        output.deleted.clone(),
+        output.expires.clone(),
         undelete,
     ];
-    Entry { name, rows: vec![row], fields: fields(&view) }
+    Entry { name, rows: vec![row], fields: fields(&output) }
 }
 
 /// Returns the orphans, by node.

@@ -95,13 +95,13 @@ fn agent(is_synced: bool, dead: &[(&str, &str)]) -> ObservedAgent {
         volume: (*volume).to_owned(),
         pod_uid: format!("uid-{pod}"),
     };
-    let mut view = ObservedAgent::new("http://x:1", Timestamp::UNIX_EPOCH);
+    let mut agent = ObservedAgent::new("http://x:1", Timestamp::UNIX_EPOCH);
     let dead_mounts = dead.iter().map(mount).collect();
-    view.info = Some(AgentInfo { dead_mounts, ..AgentInfo::default() });
+    agent.info = Some(AgentInfo { dead_mounts, ..AgentInfo::default() });
     if is_synced {
-        view.link = AgentLink::Synced;
+        agent.link = AgentLink::Synced;
     }
-    view
+    agent
 }
 
 async fn store() -> Arc<dyn Store> {

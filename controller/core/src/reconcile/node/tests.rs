@@ -14,17 +14,17 @@ fn now() -> Timestamp {
 
 /// Returns the agent of node a, which answers or has not for long, and has a disk with so much free.
 fn agents(answers: bool, free_bytes: u64) -> Agents {
-    let mut view = ObservedAgent::new("http://a:1", Timestamp::UNIX_EPOCH);
-    view.from_object = true;
+    let mut agent = ObservedAgent::new("http://a:1", Timestamp::UNIX_EPOCH);
+    agent.from_object = true;
     if answers {
-        view.link = AgentLink::Synced;
+        agent.link = AgentLink::Synced;
     }
-    view.info = Some(AgentInfo { name: "a".to_owned(), ..AgentInfo::default() });
+    agent.info = Some(AgentInfo { name: "a".to_owned(), ..AgentInfo::default() });
     let disk =
         ObservedDisk { total_bytes: 100 * GIB, available_bytes: free_bytes, ..ObservedDisk::default() };
-    view.disks.insert("/d".to_owned(), disk);
+    agent.disks.insert("/d".to_owned(), disk);
     let mut agents = Agents::default();
-    agents.insert(NodeName::new("a").unwrap(), view);
+    agents.insert(NodeName::new("a").unwrap(), agent);
     agents
 }
 

@@ -130,10 +130,10 @@ fn full_cluster() -> ClusterState {
 /// Agents of all nodes.
 pub(super) fn all_agents(cluster: &ClusterState) -> Agents {
     let mut agents = agents(None);
-    let view = agents.by_node().values().next().unwrap().clone();
+    let agent = agents.by_node().values().next().unwrap().clone();
     for name in cluster.nodes.keys() {
         let info = Some(AgentInfo { name: name.clone(), ..AgentInfo::default() });
-        agents.insert(NodeName::new(name).unwrap(), ObservedAgent { info, ..view.clone() });
+        agents.insert(NodeName::new(name).unwrap(), ObservedAgent { info, ..agent.clone() });
     }
     agents
 }

@@ -75,10 +75,10 @@ fn the_process_of_a_replica_that_was_left_behind_is_stopped_before_an_engine_get
     cluster.insert(back.into());
     let mut agents = agents(None);
     let instance = InstanceKey::replica(&VolumeName::new("v").unwrap(), id);
-    let view =
+    let observed =
         ObservedReplica { addresses: vec!["tcp:10.0.0.1:7000".to_owned()], ..ObservedReplica::default() };
     let running =
-        Instance { state: InstanceState::Running, message: String::new(), detail: Detail::Replica(view) };
+        Instance { state: InstanceState::Running, message: String::new(), detail: Detail::Replica(observed) };
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.insert(instance.clone(), running);
     let key = Key::new(Kind::Replica, &instance.name);
     let status = |cluster: &ClusterState| cluster.replicas[&key.name].status.clone();

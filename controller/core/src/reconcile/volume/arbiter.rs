@@ -108,8 +108,8 @@ impl Run<'_> {
     /// Returns the grant that the engine of the current attachment waits for, and its node.
     fn grant_wanted(&self) -> Option<(&NodeName, &GrantWanted)> {
         let node = self.engine?.spec.node_id.as_ref()?;
-        let view = self.context.agents.get(node).filter(|view| view.is_synced())?;
-        let instance = view.instances.get(&InstanceKey::engine(&self.stored.spec.volume_name))?;
+        let agent = self.context.agents.get(node).filter(|agent| agent.is_synced())?;
+        let instance = agent.instances.get(&InstanceKey::engine(&self.stored.spec.volume_name))?;
         match &instance.detail {
             Detail::Engine(shown) if shown.attach == Some(self.stored.status.attach) => {
                 shown.grant_wanted().map(|wanted| (node, wanted))

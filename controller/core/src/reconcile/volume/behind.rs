@@ -21,9 +21,9 @@ impl Run<'_> {
     pub(super) fn reported_attach(&self) -> Option<u64> {
         let volume = &self.stored.spec.volume_name;
         let key = InstanceKey::engine(volume);
-        let views = self.context.agents.with_engine(volume).map(|(_, view)| view);
-        let engines = views.filter(|view| view.is_synced()).filter_map(|view| {
-            match &view.instances.get(&key)?.detail {
+        let agents = self.context.agents.with_engine(volume).map(|(_, agent)| agent);
+        let engines = agents.filter(|agent| agent.is_synced()).filter_map(|agent| {
+            match &agent.instances.get(&key)?.detail {
                 Detail::Engine(engine) => engine.attach,
                 Detail::Replica(_) => None,
             }

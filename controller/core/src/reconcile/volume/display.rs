@@ -70,7 +70,7 @@ fn allocated_bytes(agents: &Agents, replica: &Replica) -> Option<u64> {
     let spec = &replica.spec;
     let key = InstanceKey::replica(&spec.volume_name, spec.replica_id);
     match &agents.get(&spec.node_id)?.instances.get(&key)?.detail {
-        Detail::Replica(view) => Some(view.allocated_bytes),
+        Detail::Replica(shown) => Some(shown.allocated_bytes),
         Detail::Engine(_) => None,
     }
 }

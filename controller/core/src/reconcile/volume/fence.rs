@@ -65,8 +65,8 @@ impl Run<'_> {
     fn fenced_reports(&self) -> Vec<(ReplicaId, ReplicaReport)> {
         let attach = self.stored.status.attach;
         let of = |replica: &&Replica| {
-            let view = self.observed_replica(replica).filter(|view| view.attach >= Some(attach))?;
-            Some((replica.spec.replica_id, (**view.views.as_ref()?).clone()))
+            let shown = self.observed_replica(replica).filter(|shown| shown.attach >= Some(attach))?;
+            Some((replica.spec.replica_id, (**shown.views.as_ref()?).clone()))
         };
         let mut reports: Vec<_> = self.replicas.iter().filter_map(of).collect();
         let Some(newest) = reports.iter().map(|(_, report)| report.committed).max_by_key(|view| view.id)
@@ -86,7 +86,7 @@ impl Run<'_> {
     fn send_fence(&mut self) {
         let attach = self.stored.status.attach;
         for replica in self.replicas.clone() {
-            if self.observed_replica(replica).is_some_and(|view| view.attach < Some(attach)) {
+            if self.observed_replica(replica).is_some_and(|shown| shown.attach < Some(attach)) {
                 let (volume, replica_id) = (replica.spec.volume_name.clone(), replica.spec.replica_id);
                 let call = AgentCall::FenceReplica { volume, replica_id, attach };
                 self.then.push((replica.spec.node_id.clone(), call));
@@ -103,7 +103,7 @@ impl Run<'_> {
         let instance =
             agent.instances.get(&key).filter(|instance| instance.state == InstanceState::Running)?;
         match &instance.detail {
-            Detail::Replica(view) => Some(view),
+            Detail::Replica(shown) => Some(shown),
             Detail::Engine(_) => None,
         }
     }

@@ -59,8 +59,8 @@ impl Run<'_> {
 
     fn send_salvage(&mut self, chosen: &Replica, salvage: &Salvage) {
         let key = InstanceKey::replica(&self.stored.spec.volume_name, salvage.replica_id);
-        let view = self.context.agents.get(&chosen.spec.node_id);
-        if let Some(failure) = view.and_then(|view| view.failures.get(&key)) {
+        let agent = self.context.agents.get(&chosen.spec.node_id);
+        if let Some(failure) = agent.and_then(|agent| agent.failures.get(&key)) {
             let settled_condition = self.stored.status.conditions.get(ConditionType::Settled);
             if settled_condition.is_none_or(|settled_condition| settled_condition.message != failure.message)
             {

@@ -271,10 +271,10 @@ impl Sim {
         assert!(!newest.members.contains(replica.spec.replica_id), "{name} is deleted and in view {newest}");
         let key = InstanceKey::engine(&volume.spec.volume_name);
         for engine in self.nodes.iter().filter_map(|node| node.instances.get(&key)) {
-            if let Detail::Engine(view) = &engine.detail
-                && view.attach == Some(volume.status.attach)
+            if let Detail::Engine(engine) = &engine.detail
+                && engine.attach == Some(volume.status.attach)
             {
-                let known = view
+                let known = engine
                     .reported
                     .as_ref()
                     .and_then(|status| status.member(replica.spec.replica_id))
@@ -511,7 +511,7 @@ fn explains(volume: &Volume) -> bool {
 fn may_write(node: &SimAgent, key: &InstanceKey, fenced_attach: u64) -> bool {
     let engine = node.instances.get(key).filter(|_| !node.strays.contains(key));
     engine.is_some_and(|engine| match &engine.detail {
-        Detail::Engine(view) => view.attach > Some(fenced_attach),
+        Detail::Engine(shown) => shown.attach > Some(fenced_attach),
         Detail::Replica(_) => false,
     })
 }

@@ -222,8 +222,8 @@ fn a_replica_that_does_not_tell_its_views_is_not_counted() {
     lost.begin();
     lost.replica_says(1, OLD + 1, view(OLD, 1, &[0, 1]));
     for instance in lost.agents.get_mut(&node(1)).unwrap().instances.values_mut() {
-        if let Detail::Replica(view) = &mut instance.detail {
-            view.views = None;
+        if let Detail::Replica(observed) = &mut instance.detail {
+            observed.views = None;
         }
     }
     lost.run();
