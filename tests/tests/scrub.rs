@@ -431,7 +431,7 @@ fn damaged_sums_are_made_again_and_removed_with_their_snapshot() -> Result<()> {
     ensure!(fs::read(&sums)? == whole, "they were not made again");
     let volume = again(&folder, volume, 2, |store| {
         store.remove("first")?;
-        Ok(store.coalesce("first")?)
+        Ok(store.fold("first")?)
     })?;
     ensure!(files(&volume.directory(0), "shorthorn.sums-", "")?.is_empty(), "`second` is another file now");
     ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""));

@@ -55,7 +55,7 @@ pub struct DiskMeta {
     pub name: String,
     /// The file name of the parent, empty for the oldest layer.
     pub parent: String,
-    /// True if the snapshot was removed and waits to be folded away.
+    /// True if the snapshot was removed and waits to be folded.
     pub removed: bool,
     /// True if a user took the snapshot, rather than the system.
     pub user_created: bool,

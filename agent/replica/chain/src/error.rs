@@ -202,8 +202,8 @@ pub enum ChainError {
     /// The snapshot was removed; its content is no longer kept.
     #[error("snapshot '{0}' is marked as removed: its content is no longer kept")]
     SnapshotRemoved(String),
-    /// Only removed snapshots can be folded away.
-    #[error("snapshot '{0}' is not marked as removed; remove it before it can be coalesced")]
+    /// Only removed snapshots are folded.
+    #[error("snapshot '{0}' is not marked as removed; remove it before it is folded")]
     NotRemoved(String),
     /// Folding needs exactly one child.
     #[error("snapshot '{name}' has {children} children; it stays until all but one of them are gone")]
@@ -215,8 +215,8 @@ pub enum ChainError {
     },
     /// The fold cannot run beside writes.
     #[error(
-        "snapshot '{0}' lies directly under the head, so writes must stop while it is folded: \
-         coalesce it offline, or take another snapshot first"
+        "snapshot '{0}' lies directly under the head, and folding it copies the head. Fold it while no \
+         request is in flight, or take another snapshot first"
     )]
     ChildIsHead(String),
     /// A volume only grows.

@@ -225,7 +225,7 @@ impl Layout {
         Ok(Operation { steps, after })
     }
 
-    /// Takes a removed snapshot out of the directory.
+    /// Plans the deletion of a removed snapshot, by a fold if a layer builds on it.
     ///
     /// # Errors
     /// It is not marked as removed, or several layers build on it.

@@ -141,10 +141,10 @@ pub enum StoreError {
     #[error("{} has to be opened again: an operation failed and could not be undone", .0.display())]
     Broken(PathBuf),
     /// A fold has begun and not ended.
-    #[error("a snapshot is being coalesced; wait for it, or give it up")]
+    #[error("a snapshot is being folded; wait for its end, or abandon it")]
     FoldRunning,
     /// The data copied by a fold no longer fits the chain.
-    #[error("the chain changed while snapshot '{0}' was being coalesced; coalesce it again")]
+    #[error("the chain changed while snapshot '{0}' was being folded; fold it again")]
     FoldOutdated(String),
     /// The replica has no such layer, or no copy to it is running.
     #[error("layer {0} does not exist, or is not being copied")]

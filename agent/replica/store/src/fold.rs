@@ -1,8 +1,8 @@
-//! Taking removed snapshots out of the directory.
+//! Folds removed snapshots: deletes them without a loss of data for later layers. Longhorn calls it a purge.
 //!
-//! The layer above is folded into the removed one, and that takes its name. The data of the newer layer is
-//! copied, which is mostly the smaller. No visible data changes until the rename. So the copy can run on a
-//! thread of its own beside the data path, be abandoned, and be made again.
+//! The data of the layer above is copied into the removed one, and the result takes the name of the layer
+//! above. The newer layer is copied because it is mostly the smaller. No visible data changes until the
+//! rename. So the copy can run on a thread of its own beside the data path, be abandoned, and be made again.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::sums_files::sweep_sums;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
-/// The copy of a fold, to run on any thread. If it is dropped unfinished, call [`Store::abandon_coalesce`].
+/// The copy of a fold, to run on any thread. If it is dropped unfinished, call [`Store::abandon_fold`].
 #[derive(Debug)]
 pub struct FoldJob {
     directory: Arc<Directory>,
@@ -35,8 +35,8 @@ pub struct FoldedJob {
 }
 
 impl FoldJob {
-    /// Copies the layer; the time depends on the size of the data. `progress` hears how many bytes more are
-    /// copied.
+    /// Copies the layer; the time depends on the size of the data. `progress` gets the number of bytes
+    /// that were copied since its last call.
     ///
     /// # Errors
     /// An I/O error, as when the disk is full. No visible data has changed.
@@ -52,19 +52,19 @@ impl FoldJob {
 }
 
 impl Store {
-    /// Folds a removed snapshot at once, while no request is in flight. For the snapshot directly under the
-    /// head this is the only way, because the head is copied. The result is a directory as Longhorn knows it,
-    /// which Longhorn itself cannot make.
+    /// Folds a removed snapshot at once, while no request is in flight. A snapshot directly under the head
+    /// can only be folded so, because the head is copied. Longhorn can read the result, although it does not
+    /// fold such a snapshot itself.
     ///
     /// # Errors
     /// [`StoreError`]; the snapshot is then still there, still marked as removed.
-    pub fn coalesce(&mut self, name: &str) -> Result<()> {
+    pub fn fold(&mut self, name: &str) -> Result<()> {
         let job = self.begin(name)?;
         let error = match job.run(|_| {}) {
-            Ok(job) => return self.finish_coalesce(job),
+            Ok(job) => return self.finish_fold(job),
             Err(error) => error,
         };
-        self.abandon_coalesce();
+        self.abandon_fold();
         self.medium.record_stop(Some(&error));
         if !self.medium.is_broken() {
             // Blocks of the head may now be in the layer below, and the map does not have them there.
@@ -73,12 +73,12 @@ impl Store {
         Err(error)
     }
 
-    /// Begins to take a removed snapshot out of the directory while the volume is in use. One at a
-    /// time; snapshots may be taken meanwhile, but not reverted to.
+    /// Begins to fold a removed snapshot while the volume is in use. At most one fold runs at a time.
+    /// Snapshots may be taken meanwhile, but not reverted to.
     ///
     /// # Errors
     /// [`StoreError`]; among them that the snapshot lies directly under the head.
-    pub fn begin_coalesce(&mut self, name: &str) -> Result<FoldJob> {
+    pub fn begin_fold(&mut self, name: &str) -> Result<FoldJob> {
         let plan = self.image.layout().plan_fold(name).map_err(|error| self.medium.chain_error(error))?;
         if matches!(&plan, FoldPlan::Fold { child, .. } if child == self.image.head_name()) {
             return Err(self.medium.chain_error(ChainError::ChildIsHead(name.to_owned())));
@@ -93,7 +93,7 @@ impl Store {
         let copy = match plan {
             FoldPlan::Delete(_) => Vec::new(),
             FoldPlan::Fold { child, parent, copy, .. } => {
-                // One is written to, and takes the other's name.
+                // The parent is written to, and takes the name of the child.
                 self.drop_sums(&parent)?;
                 self.drop_sums(&child)?;
                 copy
@@ -113,7 +113,7 @@ impl Store {
     ///
     /// # Errors
     /// [`StoreError`]; the snapshot is then still there, still marked as removed.
-    pub fn finish_coalesce(&mut self, job: FoldedJob) -> Result<()> {
+    pub fn finish_fold(&mut self, job: FoldedJob) -> Result<()> {
         self.image.end_fold();
         self.medium.check_writable()?;
         let plan =
@@ -130,7 +130,7 @@ impl Store {
                 let is_head = child == *self.image.head_name();
                 self.perform(finish)?;
                 match indices {
-                    // The head's file is another one now.
+                    // The head has another file now.
                     _ if is_head => self.reopen(),
                     (Some(upper), Some(lower)) if self.image.find(&parent) == Some(lower) => {
                         self.image.fold(upper, lower, child);
@@ -145,7 +145,7 @@ impl Store {
     }
 
     /// Abandons a running fold. The copied data does no harm: the layer above hides it.
-    pub fn abandon_coalesce(&mut self) {
+    pub fn abandon_fold(&mut self) {
         self.image.end_fold();
     }
 }

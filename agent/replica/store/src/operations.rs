@@ -97,7 +97,7 @@ impl Store {
     }
 
     /// Marks a snapshot as removed: it can no longer be reverted to or exported, and
-    /// [`Store::coalesce`] takes its data out of the directory.
+    /// [`Store::fold`] deletes it.
     ///
     /// # Errors
     /// [`StoreError`]; the snapshot is then as it was.

@@ -257,19 +257,19 @@ fn revert_to_a_side_branch() {
 }
 
 #[test]
-fn coalesce_into_a_snapshot() {
-    let operation = |store: &mut Store| store.coalesce("b");
+fn fold_into_a_snapshot() {
+    let operation = |store: &mut Store| store.fold("b");
     killed_at_every_step(&operation);
     failing_at_every_step(&operation);
 }
 
 #[test]
-fn coalesce_the_last_one_under_the_head() {
+fn fold_the_last_one_under_the_head() {
     let operation = |store: &mut Store| {
         // Repeated after a crash, it may be removed already, or gone.
         match store.remove("c") {
             Err(error) if error.errno().raw() == 2 => Ok(()),
-            _ => store.coalesce("c"),
+            _ => store.fold("c"),
         }
     };
     // Between the two calls the snapshot exists and is removed, which is neither old nor new.
@@ -280,7 +280,7 @@ fn coalesce_the_last_one_under_the_head() {
         let mut store = open(&path, None).unwrap();
         store.remove("c").unwrap();
         store.close().unwrap();
-        if session(&path, after(steps, Fault::Die).0, &|store| store.coalesce("c")).is_ok() {
+        if session(&path, after(steps, Fault::Die).0, &|store| store.fold("c")).is_ok() {
             break;
         }
         cases.finish(&path, &operation, &format!("after step {steps}"));
@@ -288,10 +288,10 @@ fn coalesce_the_last_one_under_the_head() {
 }
 
 #[test]
-fn coalesce_a_leaf() {
+fn fold_a_leaf() {
     let mut cases = Cases::new(&|store| {
         store.remove("side")?;
-        store.coalesce("side")
+        store.fold("side")
     });
     cases.old.snapshots.insert("side".to_owned(), None);
     for steps in 1.. {
@@ -299,10 +299,10 @@ fn coalesce_a_leaf() {
         let mut store = open(&path, None).unwrap();
         store.remove("side").unwrap();
         store.close().unwrap();
-        if session(&path, after(steps, Fault::Die).0, &|store| store.coalesce("side")).is_ok() {
+        if session(&path, after(steps, Fault::Die).0, &|store| store.fold("side")).is_ok() {
             break;
         }
-        cases.finish(&path, &|store| store.coalesce("side"), &format!("after step {steps}"));
+        cases.finish(&path, &|store| store.fold("side"), &format!("after step {steps}"));
     }
 }
 

@@ -99,7 +99,7 @@ fn folding_a_snapshot_keeps_all_others() {
         let mut fixture = Fixture::unpack("lhrich");
         let mut store = open(&fixture);
         store.remove(folded).unwrap();
-        store.coalesce(folded).unwrap();
+        store.fold(folded).unwrap();
         assert_eq!(sha256(&read_all(&mut store)), fixture.expected.head_sha256, "{folded}");
         store.close().unwrap();
         let mut store = open(&fixture);

@@ -25,8 +25,8 @@ enum FileStep {
     WriteZeroes { sectors: Range<usize>, fua: bool },
     Snapshot,
     Remove(usize),
-    Coalesce(usize),
-    CoalesceBesideWrites(usize, Range<usize>),
+    Fold(usize),
+    FoldBesideWrites(usize, Range<usize>),
     Revert(usize),
     Expand(usize),
     Reopen { clean: bool },
@@ -48,8 +48,8 @@ fn step() -> impl Strategy<Value = FileStep> {
         4 => (sectors(), any::<bool>()).prop_map(|(sectors, fua)| FileStep::WriteZeroes { sectors, fua }),
         4 => Just(FileStep::Snapshot),
         2 => index().prop_map(FileStep::Remove),
-        2 => index().prop_map(FileStep::Coalesce),
-        1 => (index(), sectors()).prop_map(|(index, sectors)| FileStep::CoalesceBesideWrites(index, sectors)),
+        2 => index().prop_map(FileStep::Fold),
+        1 => (index(), sectors()).prop_map(|(index, sectors)| FileStep::FoldBesideWrites(index, sectors)),
         1 => index().prop_map(FileStep::Revert),
         2 => (1..20usize).prop_map(FileStep::Expand),
         2 => any::<bool>().prop_map(|clean| FileStep::Reopen { clean }),
@@ -112,8 +112,8 @@ impl Run {
                 self.store().remove(&name).unwrap();
                 self.model.snapshots.get_mut(&name).unwrap().removed = true;
             }
-            FileStep::Coalesce(index) => self.coalesce(index),
-            FileStep::CoalesceBesideWrites(index, sectors) => self.coalesce_beside_writes(index, &sectors),
+            FileStep::Fold(index) => self.fold(index),
+            FileStep::FoldBesideWrites(index, sectors) => self.fold_beside_writes(index, &sectors),
             FileStep::Revert(index) => {
                 let Some(name) = self.pick(index, |snapshot| !snapshot.removed) else { return };
                 self.store().revert(&name, TIME).unwrap();
@@ -162,27 +162,27 @@ impl Run {
         self.model.snapshots.insert(name, Snapshot { content, removed: false });
     }
 
-    fn coalesce(&mut self, index: usize) {
+    fn fold(&mut self, index: usize) {
         let Some(name) = self.pick(index, |snapshot| snapshot.removed) else { return };
         if self.has_several_children(&name) {
-            assert!(self.store().coalesce(&name).unwrap_err().to_string().contains("children"));
+            assert!(self.store().fold(&name).unwrap_err().to_string().contains("children"));
         } else {
-            self.store().coalesce(&name).unwrap();
+            self.store().fold(&name).unwrap();
             self.model.snapshots.remove(&name);
         }
     }
 
     /// Runs the copy and requests to the volume at the same time.
-    fn coalesce_beside_writes(&mut self, index: usize, sectors: &Range<usize>) {
+    fn fold_beside_writes(&mut self, index: usize, sectors: &Range<usize>) {
         let Some(name) = self.pick(index, |snapshot| snapshot.removed) else { return };
-        let Ok(job) = self.store().begin_coalesce(&name) else { return };
+        let Ok(job) = self.store().begin_fold(&name) else { return };
         self.write(sectors, false);
         let done = job.run(|_| {}).unwrap();
         self.discard(sectors);
         let before = self.model.snapshots.len();
         self.snapshot();
         self.write(sectors, true);
-        match self.store().finish_coalesce(done) {
+        match self.store().finish_fold(done) {
             Ok(()) => {
                 self.model.snapshots.remove(&name);
                 assert_eq!(self.model.snapshots.len(), before);
@@ -290,7 +290,7 @@ fn a_disk_behaves_the_same() {
         write(500, 540),
         FileStep::Reopen { clean: false },
         FileStep::Remove(0),
-        FileStep::Coalesce(0),
+        FileStep::Fold(0),
         write(0, 1),
         FileStep::Reopen { clean: true },
     ];

@@ -153,7 +153,7 @@ fn files_keep_their_index() {
         |caller: &Caller, index| nix::sys::stat::fstat(caller.store.fd(index).as_fd()).unwrap().st_ino;
     let before: Vec<_> = heads.iter().map(|head| inode(&caller, *head)).collect();
     caller.store.remove("a").unwrap();
-    caller.store.coalesce("a").unwrap();
+    caller.store.fold("a").unwrap();
     // `b` lives on in the file of `a`.
     assert_eq!(indices(&caller.store), [heads[0], heads[2], heads[3]]);
     for kept in [0, 2, 3] {

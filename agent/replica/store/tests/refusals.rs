@@ -275,7 +275,7 @@ fn operations_that_make_no_sense() {
     assert!(snapshot(&mut store, "s5").unwrap_err().to_string().contains("snapshot 's5' exists already"));
     assert!(snapshot(&mut store, "../x").unwrap_err().to_string().contains("cannot be a snapshot's name"));
     assert!(store.remove("none").unwrap_err().to_string().contains("no snapshot 'none'"));
-    assert!(store.coalesce("s5").unwrap_err().to_string().contains("remove it before"));
+    assert!(store.fold("s5").unwrap_err().to_string().contains("remove it before"));
     store.remove("s5").unwrap();
     assert!(store.revert("s5", "").unwrap_err().to_string().contains("no longer kept"));
     assert!(store.expand(MIB).unwrap_err().to_string().contains("only grows"));
@@ -283,15 +283,15 @@ fn operations_that_make_no_sense() {
     store.revert("s6", "2026-01-01T00:00:00Z").unwrap();
     snapshot(&mut store, "branch").unwrap();
     store.remove("s6").unwrap();
-    assert!(store.coalesce("s6").unwrap_err().to_string().contains("has 2 children"));
+    assert!(store.fold("s6").unwrap_err().to_string().contains("has 2 children"));
     store.remove("branch").unwrap();
-    let error = store.begin_coalesce("branch").unwrap_err();
+    let error = store.begin_fold("branch").unwrap_err();
     assert!(error.to_string().contains("directly under the head"), "{error}");
-    let job = store.begin_coalesce("s5").unwrap();
-    assert!(store.revert("s1", "").unwrap_err().to_string().contains("being coalesced"));
-    assert!(store.begin_coalesce("s6").is_err());
+    let job = store.begin_fold("s5").unwrap();
+    assert!(store.revert("s1", "").unwrap_err().to_string().contains("being folded"));
+    assert!(store.begin_fold("s6").is_err());
     let job = job.run(|_| {}).unwrap();
-    store.finish_coalesce(job).unwrap();
+    store.finish_fold(job).unwrap();
     assert!(
         !inspect(fixture.path()).unwrap().problems.iter().any(|problem| problem.severity == Severity::Error)
     );

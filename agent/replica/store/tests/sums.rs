@@ -56,7 +56,7 @@ fn sums_outlive_the_process_and_go_with_their_layer() {
     assert_eq!(open.load_sums(FIRST).unwrap(), FoundSums::Kept(sums(7)));
     open.remove("first").unwrap();
     assert_eq!(open.load_sums(FIRST).unwrap(), FoundSums::Kept(sums(7)), "the layer is there as before");
-    open.coalesce("first").unwrap();
+    open.fold("first").unwrap();
     assert_eq!(names(&path), [] as [&str; 0], "one is gone, and the other has become another file");
     assert_eq!(open.load_sums(SECOND).unwrap(), FoundSums::None);
     open.save_sums(SECOND, &sums(8)).unwrap();
