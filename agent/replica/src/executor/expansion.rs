@@ -82,10 +82,10 @@ impl Executor {
             // A repair of the directory may have swept it up.
             let adopted = self.store.adopt_regions(*key);
             let file = adopted.or_else(|_| self.store.make_regions(*key, bytes))?;
-            self.marks.put_file(*key, file);
+            self.region_sets.put_file(*key, file);
         }
         self.state.intent_log_mut().grow(grown.sets);
-        self.marks.grown();
+        self.region_sets.grown();
         Ok(())
     }
 }

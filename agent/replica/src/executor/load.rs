@@ -7,7 +7,7 @@ use shorthorn_types::Regions;
 use shorthorn_views::ReplicaViews;
 
 use super::block_sums::BlockSums;
-use super::marks::Marks;
+use super::region_sets::RegionSets;
 use super::steps::Shelf;
 use crate::error::ReplicaError;
 use crate::state::{Owner, holds_data};
@@ -16,7 +16,7 @@ use crate::state::{Owner, holds_data};
 #[derive(Debug)]
 pub(crate) struct Loaded {
     pub(super) state: ReplicaState,
-    pub(super) marks: Marks,
+    pub(super) region_sets: RegionSets,
     pub(super) block_sums: BlockSums,
 }
 
@@ -32,9 +32,9 @@ impl Loaded {
         sum_bytes_per_s: u64,
     ) -> Result<Loaded, ReplicaError> {
         let found = look_at(store, owner, views, sum_bytes_per_s > 0)?;
-        let mut marks =
-            Marks::new().map_err(|source| ReplicaError::system("map memory for pages of regions", source))?;
-        let mut shelf = Shelf { store, files: marks.files_mut(), owner };
+        let mut region_sets = RegionSets::new()
+            .map_err(|source| ReplicaError::system("map memory for pages of regions", source))?;
+        let mut shelf = Shelf { store, files: region_sets.files_mut(), owner };
         let Started { mut state, damages } = ReplicaState::start(&mut shelf, found)?;
         // Without it the number is too small, or one of Longhorn's: then Longhorn rebuilds the replica.
         if let Err(error) = shelf.store_revision(state.views()) {
@@ -45,7 +45,7 @@ impl Loaded {
         let mut block_sums = BlockSums::new(sums_file, sum_bytes_per_s)
             .map_err(|source| ReplicaError::system("map memory for sums of blocks", source))?;
         block_sums.load_lost(store)?;
-        open_sets(store, &state, &mut marks)?;
+        open_sets(store, &state, &mut region_sets)?;
         if state.intent_log().has_lost_cache() {
             tracing::warn!(
                 "the host was restarted while this replica was open, or its disk has failed. Other replicas \
@@ -53,7 +53,7 @@ impl Loaded {
                  be equal"
             );
         }
-        Ok(Loaded { state, marks, block_sums })
+        Ok(Loaded { state, region_sets, block_sums })
     }
 
     /// Returns the state with which the replica can serve.
@@ -63,12 +63,12 @@ impl Loaded {
 }
 
 /// Opens the files of the sets that the start has not made.
-fn open_sets(store: &Store, state: &ReplicaState, marks: &mut Marks) -> Result<(), ReplicaError> {
+fn open_sets(store: &Store, state: &ReplicaState, region_sets: &mut RegionSets) -> Result<(), ReplicaError> {
     let unsummed = state.intent_log().keeps_sums().then_some(SetKey::Unsummed);
     let out_of_sync = state.intent_log().tracks();
     for key in out_of_sync.iter().map(SetKey::OutOfSync).chain([SetKey::Intent]).chain(unsummed) {
-        if !marks.has_file(key) {
-            marks.put_file(key, store.open_regions(key)?);
+        if !region_sets.has_file(key) {
+            region_sets.put_file(key, store.open_regions(key)?);
         }
     }
     Ok(())

@@ -21,9 +21,9 @@ mod layers;
 mod load;
 mod lost;
 mod marking;
-mod marks;
 mod operation;
 mod piece;
+mod region_sets;
 mod repairing;
 mod requests;
 mod rot;
@@ -54,10 +54,10 @@ use self::flush::Flushes;
 use self::free_space::FreeSpace;
 use self::in_flight::InFlight;
 pub(crate) use self::load::Loaded;
-use self::marks::Marks;
 use self::operation::kind;
 pub(crate) use self::operation::{OperationResult, SOURCE_DISK};
 use self::piece::Piece;
+use self::region_sets::RegionSets;
 pub(crate) use self::requests::reads_data;
 use self::requests::{Requests, SUM_SLOT, Work};
 use self::steps::Shelf;
@@ -92,7 +92,7 @@ pub(crate) struct Executor {
     zero_jobs: ZeroJobs,
     free_space: FreeSpace,
 
-    marks: Marks,
+    region_sets: RegionSets,
     layer_sums: CachedLayerSums,
     block_sums: BlockSums,
 }
@@ -103,7 +103,7 @@ impl Executor {
     /// # Errors
     /// No memory is available for the buffers.
     pub fn new(store: Store, owner: Owner, loaded: Loaded) -> io::Result<Executor> {
-        let Loaded { state, marks, block_sums } = loaded;
+        let Loaded { state, region_sets, block_sums } = loaded;
         Ok(Executor {
             store,
             owner,
@@ -118,7 +118,7 @@ impl Executor {
             flushes: Flushes::new(SLOTS),
             zero_jobs: ZeroJobs::new(),
             free_space: FreeSpace::default(),
-            marks,
+            region_sets,
             layer_sums: CachedLayerSums::default(),
             block_sums,
         })
@@ -262,7 +262,7 @@ impl Executor {
 
     /// Returns true if the kernel has nothing to do for us.
     pub fn is_idle(&self) -> bool {
-        self.in_flight.is_idle() && self.marks.is_idle()
+        self.in_flight.is_idle() && self.region_sets.is_idle()
     }
 
     /// Returns the failure after which nothing is served, if any.
@@ -368,8 +368,8 @@ impl Executor {
     pub fn change<T>(&mut self, change: impl FnOnce(&mut ReplicaState, &mut Shelf<'_>) -> T) -> T {
         let was_serving = self.state.failure().is_none();
         self.state.served_for(self.since.elapsed());
-        let Executor { store, owner, marks, .. } = self;
-        let mut shelf = Shelf { store, files: marks.files_mut(), owner };
+        let Executor { store, owner, region_sets, .. } = self;
+        let mut shelf = Shelf { store, files: region_sets.files_mut(), owner };
         let changed = change(&mut self.state, &mut shelf);
         if let Some(failure) = self.state.failure().filter(|_| was_serving) {
             tracing::error!("the replica no longer serves: {}", failure.outlook());

@@ -50,7 +50,7 @@ impl Executor {
     fn patch_layer(&mut self, patch: &LayerPatch, data: &[u8], ring: &mut Ring) -> Result<(), ReplicaError> {
         let LayerPatch { image, offset_bytes, length_bytes, runs } = patch;
         let range = ByteRange::new(*offset_bytes, u64::from(*length_bytes)).map_err(StoreError::from)?;
-        if !self.marks.is_idle() {
+        if !self.region_sets.is_idle() {
             // A page that the ring still writes could overtake those that this repair writes.
             return Err(ReplicaError::SetBeingWritten(range));
         }
@@ -263,7 +263,7 @@ impl Executor {
         let regions = intent_log.regions().touched(range);
         intent_log.unsum(regions);
         self.sum_soon();
-        debug_assert!(self.marks.is_idle(), "the ring writes a page");
+        debug_assert!(self.region_sets.is_idle(), "the ring writes a page");
         self.write_all_pages().map_err(|error| ReplicaError::system("write a set of regions", error))
     }
 }

@@ -332,7 +332,7 @@ fn a_repair_is_tried_again_after_the_write_of_a_set() {
     let mut ring = Ring::new(16).unwrap();
     begin_write(&mut executor, 0, SIZE / BLOCK_BYTES - 1, 4096, &mut ring);
     executor.write_pages(&mut ring);
-    assert!(!executor.marks.is_idle());
+    assert!(!executor.region_sets.is_idle());
     let refused = executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap_err();
     assert_eq!(refused.errno(), Errno::AGAIN, "{refused}");
     assert_eq!(shown(&mut executor), sum_of_data(&[1; 4096]));

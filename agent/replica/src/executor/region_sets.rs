@@ -18,7 +18,7 @@ use crate::limits::SLOTS;
 
 /// See the module.
 #[derive(Debug)]
-pub(crate) struct Marks {
+pub(crate) struct RegionSets {
     files: SetFiles,
     /// The buffers of running page writes.
     pages: Arena,
@@ -28,10 +28,10 @@ pub(crate) struct Marks {
     retried: Vec<u16>,
 }
 
-impl Marks {
-    /// Creates the marks of a replica whose sets have no open files yet.
-    pub fn new() -> io::Result<Marks> {
-        Ok(Marks {
+impl RegionSets {
+    /// Creates the sets of a replica, without open files.
+    pub fn new() -> io::Result<RegionSets> {
+        Ok(RegionSets {
             files: SetFiles::default(),
             pages: Arena::new(PAGE_WRITES_MAX, PAGE_BYTES)?,
             waiting: WaitingRequests::with_capacity(SLOTS),
@@ -82,7 +82,7 @@ impl Marks {
 
     /// Starts the writes of pages that are due. With `lazy`, also of pages that no request waits for.
     pub fn begin_writes(&mut self, state: &mut ReplicaState, lazy: bool, ring: &mut Ring) {
-        let Marks { files, pages, waiting, .. } = self;
+        let RegionSets { files, pages, waiting, .. } = self;
         while let Some(write) = waiting.next_write(state, lazy) {
             let buf = pages.buf(usize::from(write.slot));
             buf.copy_from(write.bytes);
@@ -114,7 +114,7 @@ impl Marks {
     }
 
     /// Takes all waiting modifications, to look at them again. The list comes back by
-    /// [`Marks::give_back_modifications`].
+    /// [`RegionSets::give_back_modifications`].
     pub fn take_modifications(&mut self) -> Vec<u16> {
         let mut retried = std::mem::take(&mut self.retried);
         self.waiting.take_modifications(&mut retried);
@@ -162,30 +162,34 @@ mod tests {
     }
 
     /// Waits for a page write, and ends it.
-    fn end_write(marks: &mut Marks, state: &mut ReplicaState, ring: &mut Ring) -> PageEnd {
+    fn end_write(region_sets: &mut RegionSets, state: &mut ReplicaState, ring: &mut Ring) -> PageEnd {
         let mut completions = Vec::new();
         ring.wait(None, &mut completions).unwrap();
         assert_eq!(completions.len(), 1);
         let completion = completions[0];
         assert_eq!(completion.token.kind, kind::PAGE);
-        marks.page_ended(state, completion.token.index, completion.count().map_err(|error| Errno::of(&error)))
+        region_sets.page_ended(
+            state,
+            completion.token.index,
+            completion.count().map_err(|error| Errno::of(&error)),
+        )
     }
 
     #[test]
     fn modifications_that_came_together_share_the_write_of_a_page() {
         let temp = tempfile::tempdir().unwrap();
         let (store, owner, loaded) = new_store(&temp.path().join("replica"));
-        let Loaded { mut state, mut marks, .. } = loaded;
+        let Loaded { mut state, mut region_sets, .. } = loaded;
         let mut ring = Ring::new(16).unwrap();
-        assert!(!marks.admit(&mut state, range(0), 3), "the region is clean");
-        assert!(!marks.admit(&mut state, range(8192), 4));
-        marks.begin_writes(&mut state, false, &mut ring);
-        assert!(!marks.is_idle());
-        assert_eq!(end_write(&mut marks, &mut state, &mut ring), PageEnd::Written);
-        assert!(marks.is_idle());
-        assert_eq!(marks.take_modifications(), [3, 4]);
-        assert!(marks.admit(&mut state, range(0), 3), "the region is dirty");
-        assert_eq!(marks.give_up(), None);
+        assert!(!region_sets.admit(&mut state, range(0), 3), "the region is clean");
+        assert!(!region_sets.admit(&mut state, range(8192), 4));
+        region_sets.begin_writes(&mut state, false, &mut ring);
+        assert!(!region_sets.is_idle());
+        assert_eq!(end_write(&mut region_sets, &mut state, &mut ring), PageEnd::Written);
+        assert!(region_sets.is_idle());
+        assert_eq!(region_sets.take_modifications(), [3, 4]);
+        assert!(region_sets.admit(&mut state, range(0), 3), "the region is dirty");
+        assert_eq!(region_sets.give_up(), None);
         drop((store, owner));
     }
 }
