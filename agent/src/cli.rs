@@ -11,10 +11,10 @@ use shorthorn_types::VolumeName;
 
 use crate::filesystem::Filesystem;
 use crate::serve::config::SUM_MIB_PER_S;
+use crate::size::VolumeSize;
 
 /// The place of mount units.
 const UNITS: &str = "/etc/systemd/system";
-use crate::size::VolumeSize;
 
 /// Replicated block storage: everything that runs on a node.
 ///
@@ -91,13 +91,13 @@ pub struct RoleArgs {
     /// Spec file of the process: JSON, written by `serve` and `run`
     #[arg(long, value_name = "FILE")]
     pub spec: PathBuf,
-    /// Lock this file and write the process id to it; refuse to start if another process has the lock
+    /// Locks this file and writes the process id to it; does not start if another process has the lock
     #[arg(long, value_name = "FILE")]
     pub pid_file: Option<PathBuf>,
-    /// Write the message to this file if the process ends with an error
+    /// Writes the message to this file if the process ends with an error
     #[arg(long, value_name = "FILE")]
     pub error_file: Option<PathBuf>,
-    /// Stop when the parent process, which must have this id, ends
+    /// Stops when the parent process, which must have this id, ends
     #[arg(long, value_name = "PID")]
     pub parent: Option<i32>,
 }
@@ -113,7 +113,7 @@ pub struct RoleArgs {
 /// over.
 #[derive(Debug, Args)]
 pub struct RunArgs {
-    /// Name of the volume: lower-case letters, digits and '-', at most 63
+    /// Name of the volume: lower-case letters, digits and '-', at most 63 characters
     pub name: VolumeName,
     /// Directory of the volume: its replicas, identity and sockets; created if it does not exist
     #[arg(long)]
@@ -196,7 +196,7 @@ pub struct ServeArgs {
     /// Configuration file in TOML. The default is /etc/shorthorn/agent.toml, if that exists
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Check the configuration, and exit
+    /// Checks the configuration, and exits
     #[arg(long)]
     pub check: bool,
     /// Overrides `data_address`, `data_interface` and `data_network` of the configuration
@@ -215,7 +215,7 @@ pub struct ServeArgs {
 /// container ends.
 #[derive(Debug, Args)]
 pub struct ServeOnHostArgs {
-    /// Settings as in agent.toml, in a file of the container. /run/shorthorn/agent.toml of the host gets them
+    /// Settings as in agent.toml, in a file of the container; copied to /run/shorthorn/agent.toml of the host
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Name of the node, unless the settings have it
@@ -241,7 +241,7 @@ pub struct ServeOnHostArgs {
 /// the identity of the kubelet. A running agent notices the certificate and begins to serve the controller.
 #[derive(Debug, Args)]
 pub struct JoinArgs {
-    /// The token, or the file that has it if the value begins with @; @- is standard input
+    /// The token; @FILE reads it from a file, @- from standard input
     #[arg(long, value_name = "TOKEN|@FILE", env = "SHORTHORN_JOIN_TOKEN", hide_env_values = true)]
     pub token: String,
     /// Address of the controller's enrolment API
@@ -260,7 +260,7 @@ pub struct JoinArgs {
 /// because it uses the identity of the kubelet. Exit code: that of `check`, or 1 if a step has failed.
 #[derive(Debug, Args)]
 pub struct SetupArgs {
-    /// Token of the cluster, or the file that has it if the value begins with @; @- is standard input
+    /// Token of the cluster; @FILE reads it from a file, @- from standard input
     #[arg(
         long,
         value_name = "TOKEN|@FILE",
@@ -281,13 +281,13 @@ pub struct SetupArgs {
     /// Interface whose address other nodes reach the replicas at, instead of the address of the node
     #[arg(long, value_name = "NAME")]
     pub data_interface: Option<String>,
-    /// Directory of a disk, on a mounted file system; made if it does not exist. Can be given several times
+    /// Directory of a disk, on a mounted file system; created if it does not exist. Can be repeated
     #[arg(long = "disk", value_name = "DIR", default_value = "/var/lib/longhorn")]
     pub disks: Vec<PathBuf>,
     /// Configuration file of the agent [default: /etc/shorthorn/agent.toml]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Only show the steps
+    /// Shows the steps, and performs none
     #[arg(long)]
     pub dry_run: bool,
 }
@@ -313,7 +313,7 @@ pub struct CheckArgs {
 pub enum DiskCommand {
     /// Writes a file with the devices of this host that may become disks, for review
     Discover(DiscoverArgs),
-    /// Makes file systems on the devices that a reviewed file wants, mounts them and adds them as disks
+    /// Makes file systems on the devices that a reviewed file lists, mounts them and adds them as disks
     Init(InitArgs),
 }
 
@@ -324,8 +324,8 @@ pub enum DiskCommand {
 /// comments of the file. Mounted file systems need no file: `shorthornctl disk add NODE DIRECTORY`.
 #[derive(Debug, Args)]
 pub struct DiscoverArgs {
-    /// Devices to look at; all disks and RAID arrays by default. Disks of a network, as of iSCSI, are left
-    /// out unless they are named
+    /// Devices to look at; all disks and RAID arrays by default. Network disks, such as iSCSI, are skipped
+    /// unless you name them
     #[arg(value_name = "DEVICE")]
     pub devices: Vec<PathBuf>,
     /// The file to write; `-` is standard output
@@ -348,10 +348,10 @@ pub struct DiscoverArgs {
 pub struct InitArgs {
     /// The reviewed file
     pub file: PathBuf,
-    /// Only look, and say whether it would begin
+    /// Checks the file and the devices, and changes nothing
     #[arg(long)]
     pub dry_run: bool,
-    /// Make file systems of the file again that an interrupted mkfs has not completed
+    /// Repeats each mkfs of the file that was interrupted
     #[arg(long)]
     pub redo: bool,
     /// Directory of the mount units

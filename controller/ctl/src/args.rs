@@ -32,8 +32,8 @@ pub struct Cli {
     /// Address of the controller.
     #[command(flatten)]
     pub reach: ReachArgs,
-    /// Tables are for people and may change, wide ones show more; json and yaml are for programs, name is for
-    /// scripts
+    /// Output format: table and wide are for people and may change; json and yaml are for programs, name is
+    /// for scripts
     #[arg(long, short, global = true, value_enum, default_value_t = Format::Table)]
     pub output: Format,
     /// The subcommand with its arguments.
@@ -84,9 +84,9 @@ pub enum CtlCommand {
     /// Upgrades of programs that run
     #[command(subcommand)]
     Upgrade(UpgradeCommand),
-    /// Moves replicas of attached volumes to better places, a few at a time, and waits for the moves. Better
-    /// places are apart from each other, on the node of the volume if it asks for that, on disks with more
-    /// room
+    /// Moves replicas of attached volumes to better places, a few at a time, and waits for the moves. A
+    /// better place is apart from other replicas of the volume, on the node of the engine, or on a disk with
+    /// more room
     Rebalance(RebalanceArgs),
 }
 
@@ -189,13 +189,14 @@ pub enum NodeCommand {
         /// Does not ask
         #[arg(long, short)]
         yes: bool,
-        /// Also if the node is not cordoned, or has the last replica of a volume: that volume is lost
+        /// Gives the node up even if it is not cordoned, or has the last replica of a volume, which is then
+        /// lost
         #[arg(long)]
         force: bool,
     },
     /// Takes over a node that belongs to another cluster. Stop the controller of the other cluster first, or
-    /// remove the node from it. Processes on the node continue; this cluster leaves alone those that it does
-    /// not know
+    /// remove the node from it. Processes on the node continue; this cluster does not change those that it
+    /// does not know
     Release {
         /// Name of the node
         name: String,
@@ -221,7 +222,7 @@ pub enum NodeCommand {
 pub struct CanRebootArgs {
     /// Name of the node
     pub name: String,
-    /// Leaves out volumes that are attached there: kubectl drain moves them first
+    /// Ignores volumes that are attached to the node: kubectl drain moves them first
     #[arg(long)]
     pub before_drain: bool,
     /// Waits until the node can be restarted
@@ -282,7 +283,7 @@ pub enum OrphanCommand {
 /// Arguments of rebalance.
 #[derive(Debug, Args)]
 pub struct RebalanceArgs {
-    /// Moves only replicas of these volumes; none: of all
+    /// Moves only replicas of these volumes; by default, of all volumes
     pub volumes: Vec<String>,
     /// Maximum number of concurrent moves; each is a full copy
     #[arg(
@@ -306,7 +307,7 @@ pub struct RebalanceArgs {
 /// Arguments of disk discover.
 #[derive(Debug, Args)]
 pub struct DiscoverArgs {
-    /// Asks only this node; can be given several times
+    /// Lists only devices of this node; can be repeated
     #[arg(long = "node", value_name = "NODE")]
     pub nodes: Vec<String>,
     /// Also shows devices that do not fit, with the reasons

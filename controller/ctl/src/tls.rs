@@ -28,7 +28,7 @@ pub enum TlsCommand {
     Issue {
         /// Name of the administrator: letters, digits, '-', '.', '_' and '@'
         name: String,
-        /// The file to write, for its owner only; the default is NAME.pem in this directory
+        /// The file to write, which only its owner can read; the default is NAME.pem in this directory
         #[arg(long, value_name = "FILE")]
         file: Option<PathBuf>,
     },
@@ -44,7 +44,7 @@ pub enum TlsCommand {
     /// Takes the next step of replacing the CA. Run it three times: add the new CA to all trust lists, sign
     /// with it, and drop the old one. Reports the nodes and administrators that a step waits for
     RollOver {
-        /// Takes the step also if some are not ready; they have to enrol again
+        /// Takes the step even if some nodes or administrators are not ready; they have to enrol again
         #[arg(long)]
         force: bool,
     },

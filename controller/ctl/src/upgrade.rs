@@ -37,7 +37,7 @@ const NAMES_MAX: usize = 10;
 /// Commands for upgrades.
 #[derive(Debug, Subcommand)]
 pub enum UpgradeCommand {
-    /// Replaces the engines that run another program than their node has, after an upgrade of its package.
+    /// Replaces engines that run another program than the one that is installed on their node.
     /// Devices stay in use. Reports engines that cannot be replaced, and continues with the others. Stops if
     /// a new engine does not serve as well as the former one. Can be repeated
     Engines(EnginesArgs),
@@ -51,10 +51,10 @@ pub struct EnginesArgs {
         long, value_name = "NUMBER", default_value = "1", value_parser = clap::value_parser!(u32).range(1..)
     )]
     pub max_parallel: u32,
-    /// Replaces only engines on this node; can be given several times
+    /// Replaces only engines on this node; can be repeated
     #[arg(long = "node", value_name = "NODE")]
     pub nodes: Vec<String>,
-    /// Shows the engines that need it, and replaces none
+    /// Shows the engines that would be replaced, and replaces none
     #[arg(long)]
     pub dry_run: bool,
     /// Maximum seconds to replace one engine and to wait until its volume is as healthy as before

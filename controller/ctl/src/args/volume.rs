@@ -14,7 +14,7 @@ use crate::list;
 pub enum VolumeCommand {
     /// Creates a volume, and waits until its replicas are scheduled
     Create(CreateArgs),
-    /// Lists volumes; -o wide also shows their users
+    /// Lists volumes; -o wide also shows their claims and workloads
     #[command(visible_alias = "ls")]
     List {
         /// Lists only volumes whose claim is in this namespace
@@ -114,8 +114,8 @@ pub enum VolumeCommand {
         /// Name of the volume
         name: String,
     },
-    /// Shows the data of each replica of a volume that cannot start, and makes one of them the volume. Data
-    /// that only other replicas have is lost for good
+    /// Shows the data of each replica of a volume that cannot start, and starts the volume from one of them.
+    /// Data that only other replicas have is lost for good
     Salvage(SalvageArgs),
     /// Lists deleted volumes and replicas in the trash. Data stays in the trash of its disk for a day, unless
     /// the agent is configured otherwise or the disk fills up
@@ -195,7 +195,7 @@ pub struct SetVolumeArgs {
 pub struct SalvageArgs {
     /// Name of the volume
     pub name: String,
-    /// The replica that becomes the volume. Without it, the command only shows the replicas
+    /// The replica to start the volume from. Without it, the command only shows the replicas
     #[arg(long, value_name = "ID")]
     pub replica: Option<String>,
     /// Reason, stored with the volume
@@ -209,7 +209,7 @@ pub struct SalvageArgs {
 /// Arguments of volume create.
 #[derive(Debug, Args)]
 pub struct CreateArgs {
-    /// Name: lower-case letters, digits and '-', at most 63 characters
+    /// Name of the volume: lower-case letters, digits and '-', at most 63 characters
     pub name: String,
     /// Size, like 10GiB or 512MiB: KiB, MiB, GiB, TiB, or a number of bytes
     #[arg(long, value_parser = parse_bytes)]

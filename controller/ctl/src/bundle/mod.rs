@@ -27,7 +27,7 @@ const UNIT: &str = "shorthorn-controller";
 pub struct BundleArgs {
     /// The file to write, which must not exist [default: shorthorn-support-TIME.tar.gz]
     pub file: Option<PathBuf>,
-    /// The last lines of each log; 0: no logs
+    /// Number of lines from the end of each log; 0: no logs
     #[arg(long, value_name = "NUMBER", default_value_t = 10_000)]
     pub log_lines: u32,
 }

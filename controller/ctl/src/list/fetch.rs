@@ -19,7 +19,7 @@ pub struct Order {
     /// Sorts by this field of -o json, like size or engine.phase
     #[arg(long, value_name = "FIELD")]
     pub sort_by: Option<String>,
-    /// Shows changes until it is interrupted
+    /// Shows changes until you interrupt the command
     #[arg(long, short)]
     pub watch: bool,
 }
@@ -29,7 +29,7 @@ pub struct Order {
 pub struct Options {
     #[command(flatten)]
     pub order: Order,
-    /// Maximum number of objects; standard error has the command for the next ones
+    /// Maximum number of objects; prints the command for the next ones to standard error
     #[arg(
         long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..),
         conflicts_with = "watch"
