@@ -29,7 +29,7 @@ pub struct PidFile {
 #[derive(Debug, Error)]
 pub enum PidFileError {
     /// Another process has it.
-    #[error("{path} is held by process {pid}")]
+    #[error("{path} is locked by process {pid}: stop that process first")]
     Held {
         /// The file.
         path: PathBuf,

@@ -259,7 +259,7 @@ fn nothing_happens_unless_the_operator_wants_it() {
     let plan = host.path("plan.toml");
     let file = host.discover(&["--file", &plan]);
     assert!(file.contains("1 devices"), "{file}");
-    host.assert_refused(&plan, "wants no device");
+    host.assert_refused(&plan, "selects no device");
     // A file under review is not replaced, and one of another node is refused.
     let output = host.agent(&["disk", "discover", host.device.to_str().unwrap(), "--file", &plan]);
     assert!(!output.status.success());

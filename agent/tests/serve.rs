@@ -516,7 +516,7 @@ async fn a_second_agent_is_refused() {
     let info = client.get_node(v1::GetNodeRequest {}).await.unwrap().into_inner();
     assert!(!info.warnings.iter().any(|warning| warning.starts_with("ports:")), "{:?}", info.warnings);
     let log = node.agent().failed();
-    assert!(log.contains(&format!("held by process {}", first.pid())), "{log}");
+    assert!(log.contains(&format!("locked by process {}", first.pid())), "{log}");
 }
 
 #[test]

@@ -52,7 +52,7 @@ pub enum ServeError {
     #[error("cannot start the thread that renews the lease: {0}")]
     Lease(io::Error),
     /// The operating system gives no random numbers.
-    #[error("no random numbers for a name of this controller: {0}")]
+    #[error("cannot get random numbers for the name of this controller: {0}")]
     Random(#[from] getrandom::Error),
     /// The cluster's CA cannot be used.
     #[error(transparent)]

@@ -86,7 +86,7 @@ async fn errors_say_what_to_do() {
     cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--soft-anti-affinity"]).await;
     cluster.kill_controller().await;
     let (code, text) = cluster.fails(&["volume", "list"]).await;
-    assert!(code == 5 && text.contains("shorthorn-controller running"), "{code}, {text}");
+    assert!(code == 5 && text.contains("check that shorthorn-controller runs"), "{code}, {text}");
     cluster.check();
 }
 

@@ -41,7 +41,7 @@ pub(crate) struct Finished {
 #[derive(Debug, Error)]
 pub(crate) enum CommandError {
     /// The program cannot be run.
-    #[error("{program} cannot be run: {source}; install the package that has it")]
+    #[error("{program} cannot be run: {source}; install the package that contains it")]
     Missing { program: &'static str, source: io::Error },
     /// The system failed while it ran.
     #[error("{program}: {source}")]

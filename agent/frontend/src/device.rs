@@ -138,7 +138,7 @@ pub trait Device: Send {
 #[derive(Debug, thiserror::Error)]
 pub enum FrontendError {
     /// This kernel cannot do it.
-    #[error("{frontend} is not possible here: {reason}")]
+    #[error("the frontend {frontend} cannot be used on this host: {reason}")]
     Unsupported {
         /// The driver that was asked for.
         frontend: FrontendKind,

@@ -55,7 +55,7 @@ pub fn nbd_partitions_max() -> Option<u32> {
 
 /// A kernel module is missing.
 #[derive(Debug, thiserror::Error)]
-#[error("no module {module}: {reason}; {}", remedy(.module))]
+#[error("cannot load the kernel module {module}: {reason}; {}", remedy(.module))]
 pub(crate) struct MissingModule {
     module: &'static str,
     reason: String,
@@ -112,7 +112,7 @@ mod tests {
     #[test]
     fn a_missing_module_is_named_with_a_remedy() {
         let text = load("no-such-module").unwrap_err().to_string();
-        assert!(text.contains("no module no-such-module"), "{text}");
+        assert!(text.contains("kernel module no-such-module"), "{text}");
         let missing = MissingModule { module: UBLK_MODULE, reason: "not found".into() };
         assert!(missing.to_string().contains("CONFIG_BLK_DEV_UBLK"), "{missing}");
     }

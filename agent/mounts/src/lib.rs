@@ -40,7 +40,7 @@ pub struct Mount {
 
 /// The line is not as proc_pid_mountinfo(5) says.
 #[derive(Debug, Error, PartialEq, Eq)]
-#[error("{MOUNTINFO} has a line that is not understood: {0:?}")]
+#[error("{MOUNTINFO} has a line that cannot be parsed: {0:?}")]
 pub struct MountInfoError(String);
 
 /// All mounts of a mount namespace, in the order in which the kernel lists them.

@@ -74,14 +74,14 @@ pub enum ReplicaError {
     #[error(transparent)]
     Denied(#[from] Denied),
     /// A size that no volume has.
-    #[error("a volume of {0} bytes is larger than any can be: {MAX_VOLUME_BYTES}")]
+    #[error("a volume of {0} bytes is larger than the maximum, {MAX_VOLUME_BYTES}")]
     TooLarge(u64),
     /// A layer that is none.
     #[error("'{0}' is not the name of a layer's image")]
     NoLayer(String),
     /// A range of a layer that is not a piece of it.
     #[error(
-        "{length_bytes} bytes at {offset_bytes} are no piece of a layer: the engine is of another version"
+        "{length_bytes} bytes at {offset_bytes} are not a piece of a layer: the engine has another version"
     )]
     NoPiece {
         /// The requested first byte.
@@ -101,12 +101,12 @@ pub enum ReplicaError {
     },
     /// The record of the blocks that are lost cannot be read.
     #[error(
-        "{0}: without this record rot would pass for data, so the replica does not serve. Start it again; if \
-         this stays, replace the replica, or salvage it if it is the last one"
+        "{0}: without this record the replica would serve rot as data, so it does not start. Start it again; \
+         if that fails too, replace the replica, or salvage it if it is the last one"
     )]
     LostBlocksUnread(StoreError),
     /// The record of the blocks that are lost cannot be written.
-    #[error("the record of the blocks that are lost cannot be written: {0}")]
+    #[error("the record of lost blocks cannot be written: {0}")]
     LostBlocksUnwritten(Errno),
     /// A repair would make other rot look sound.
     #[error(
@@ -147,7 +147,7 @@ pub enum ReplicaError {
     },
     /// The replica has failed, which its disk says, and no engine is connected any more. A new process serves
     /// again.
-    #[error("{message}: the process ends, to be started again; failures in a row: {in_a_row}")]
+    #[error("{message}: the process ends and is restarted; failures in a row: {in_a_row}")]
     Failed {
         /// A description of the failure.
         message: String,

@@ -332,7 +332,7 @@ fn a_replica_whose_record_cannot_be_read_does_not_serve() {
     fs::rename(record(&spec), &aside).unwrap();
     fs::create_dir(record(&spec)).unwrap();
     let message = Replica::try_start(&spec).err().unwrap();
-    assert!(message.contains("lost-blocks") && message.contains("rot would pass for data"), "{message}");
+    assert!(message.contains("lost-blocks") && message.contains("serve rot as data"), "{message}");
     // It was not the file.
     fs::remove_dir(record(&spec)).unwrap();
     fs::rename(&aside, record(&spec)).unwrap();

@@ -194,7 +194,7 @@ fn sets_begin_and_end_by_marks() {
         size_bytes: 0,
     };
     let (errno, refusal) = client.send_text(Opcode::Mark, &one_more).unwrap_err();
-    assert!(errno == libc::ENOSPC && refusal.message.contains("will not come back"), "{refusal:?}");
+    assert!(errno == libc::ENOSPC && refusal.message.contains("do not come back"), "{refusal:?}");
     let outside = MarkRegions {
         of: RegionsOf::OutOfSync(id(20)),
         action: MarkAction::Add,
@@ -336,7 +336,7 @@ fn a_replica_grows_while_it_serves_and_never_shrinks() {
     control.send_text(Opcode::Expand, &ExpandReplica { size_bytes: LARGER }).unwrap();
     assert_eq!(replica.status().size_bytes, LARGER);
     for (bad, words) in
-        [(SIZE, "only grows"), (LARGER + 512, "multiple of 4096"), (1 << 50, "larger than any")]
+        [(SIZE, "only grows"), (LARGER + 512, "multiple of 4096"), (1 << 50, "larger than the maximum")]
     {
         let (_, refusal) = control.send_text(Opcode::Expand, &ExpandReplica { size_bytes: bad }).unwrap_err();
         assert!(refusal.message.contains(words), "{}", refusal.message);

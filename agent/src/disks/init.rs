@@ -205,7 +205,7 @@ fn write_unit(disk: &PlannedDisk, units: &Path) -> anyhow::Result<PathBuf> {
     match fs::read_to_string(&path) {
         Ok(there) if there == text => return Ok(path),
         Ok(_) => bail!(
-            "{} exists and is of something else: remove it, or choose another mount_point",
+            "{} exists and is not the unit of this disk: remove it, or choose another mount_point",
             path.display()
         ),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -292,7 +292,9 @@ mod tests {
         let path = write_unit(&disk, folder.path()).unwrap();
         assert_eq!(write_unit(&disk, folder.path()).unwrap(), path);
         fs::write(&path, "[Mount]\n").unwrap();
-        assert!(write_unit(&disk, folder.path()).unwrap_err().to_string().contains("something else"));
+        assert!(
+            write_unit(&disk, folder.path()).unwrap_err().to_string().contains("not the unit of this disk")
+        );
     }
 
     #[test]

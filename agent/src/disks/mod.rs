@@ -54,7 +54,7 @@ pub fn discover(args: &DiscoverArgs) -> anyhow::Result<()> {
     let file = file.as_mut().map_err(|error| anyhow::anyhow!("{shown}: {error}"))?;
     file.write_all(text.as_bytes()).with_context(|| shown.to_string())?;
     let message = format!(
-        "{shown}: {} devices; set init = true for those to use, then: shorthorn-agent disk init {shown}",
+        "{shown}: {} devices; set init = true for each one to use, then: shorthorn-agent disk init {shown}",
         devices.len()
     );
     writeln!(io::stdout(), "{message}").context("standard output")
@@ -100,7 +100,7 @@ pub fn init(args: &InitArgs) -> anyhow::Result<()> {
     let options = init::Options { same_boot: plan.boot_id == collect::boot_id()?, redo: args.redo };
     let wanted: Vec<&PlannedDisk> = plan.disks.iter().filter(|disk| disk.init).collect();
     if wanted.is_empty() {
-        bail!("{shown} wants no device: set init = true for those to use");
+        bail!("{shown} selects no device: set init = true for each device to use");
     }
     for disk in &wanted {
         init::check(disk, options)?;

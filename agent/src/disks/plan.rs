@@ -86,7 +86,7 @@ impl DiskPlan {
             ));
         }
         if plan.node != node {
-            return Err(format!("the file is of node {:?}, and this is node {node:?}", plan.node));
+            return Err(format!("the file is for node {:?}, and this is node {node:?}", plan.node));
         }
         for (at, disk) in plan.disks.iter().enumerate() {
             let name = disk.device.display();

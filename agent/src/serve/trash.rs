@@ -331,7 +331,7 @@ fn read_record(folder: &Path, id: &InstanceId, deleted_ms: u64) -> Result<Record
         serde_json::from_slice(&document).map_err(|error| format!("{}: {error}", path.display()))?;
     let is_its_own = *id == InstanceId::Replica(record.volume.clone(), record.replica);
     if !is_its_own || record.deleted_ms != deleted_ms {
-        return Err(format!("{} is of another directory", path.display()));
+        return Err(format!("{} describes another directory", path.display()));
     }
     Ok(record)
 }

@@ -56,7 +56,7 @@ pub fn plan(found: &str, wanted: &Wanted<'_>) -> anyhow::Result<Plan> {
         return Ok(Plan::Keep);
     }
     bail!(
-        "the file was changed, and setup changes no such file: {}. Edit it, or restore the one of the \
+        "the file was changed, and setup does not overwrite it: {}. Edit it, or restore the file of the \
          package",
         differences.join("; ")
     )

@@ -198,8 +198,8 @@ pub enum FrameError {
     /// A version of the protocol that this build does not know.
     #[error("protocol version {0}, this build speaks {VERSION}: upgrade the older side")]
     Version(u8),
-    /// The header was damaged on the way.
-    #[error("header check {found:#010x}, computed {computed:#010x}: damaged on the way")]
+    /// The header was damaged in transit.
+    #[error("header check {found:#010x}, computed {computed:#010x}: the header was damaged in transit")]
     HeaderCheck {
         /// The check in the header.
         found: u32,
@@ -215,9 +215,10 @@ pub enum FrameError {
         /// The number of earlier frames in this direction.
         number: u64,
     },
-    /// The data was damaged on the way.
+    /// The data was damaged in transit.
     #[error(
-        "data check {found:#010x}, computed {computed:#010x} over {length_bytes} bytes: damaged on the way"
+        "data check {found:#010x}, computed {computed:#010x} over {length_bytes} bytes: the data was damaged \
+         in transit"
     )]
     DataCheck {
         /// The check in the header.
@@ -228,10 +229,10 @@ pub enum FrameError {
         length_bytes: u32,
     },
     /// An opcode that this version does not have.
-    #[error("opcode {0} is not known")]
+    #[error("unknown opcode {0}: the other side has another version")]
     Opcode(u8),
     /// Flags that this version does not have.
-    #[error("flags {0:#06x} are not known")]
+    #[error("unknown flags {0:#06x}: the other side has another version")]
     Flags(u16),
     /// A length over the limit of its opcode, or a range that no volume has.
     #[error("{opcode:?} at {offset_bytes} of {length_bytes} bytes is out of bounds")]

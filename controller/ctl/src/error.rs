@@ -20,8 +20,8 @@ pub enum CtlError {
     Timeout(String),
     /// No controller answers.
     #[error(
-        "no controller answers at {server} ({reason}); is shorthorn-controller running, and is --server \
-         (or SHORTHORN_SERVER) right?"
+        "no controller answers at {server} ({reason}); check that shorthorn-controller runs, and the address \
+         of --server (or SHORTHORN_SERVER)"
     )]
     Unreachable {
         /// The address of the controller.

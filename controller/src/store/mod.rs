@@ -115,7 +115,8 @@ pub enum StoreError {
     },
     /// A write failed. The store refuses more of them until it is opened again.
     #[error(
-        "cannot write the store {path}: {message}; make room or mend the disk, and start the controller again"
+        "cannot write the store {path}: {message}; free space or replace the disk, and start the controller \
+         again"
     )]
     Write {
         /// The file.

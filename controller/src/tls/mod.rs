@@ -48,7 +48,8 @@ pub enum TlsError {
     Full,
     /// The stored CA is of another cluster.
     #[error(
-        "the stored CA is of cluster {found}, and the store of cluster {expected}: restore both of one backup"
+        "the stored CA is of cluster {found}, and the store of cluster {expected}: restore both from one \
+         backup"
     )]
     OtherCluster {
         /// The cluster of the CA.

@@ -77,7 +77,7 @@ pub(crate) mod or_never {
 
 /// A text is not a generation, or not a view.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("{0:?} has not the form ATTACH.RESTART#NONCE of a generation, or that of a view")]
+#[error("{0:?} is neither a generation (ATTACH.RESTART#NONCE) nor a view")]
 pub struct ParseViewError(pub(crate) String);
 
 impl FromStr for Generation {

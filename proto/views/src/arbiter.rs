@@ -31,7 +31,9 @@ const fn is_zero(attach: &u64) -> bool {
 #[derive(Debug, Error, PartialEq, Eq, Clone)]
 pub enum NotGranted {
     /// The volume has been attached again since, or is attached nowhere.
-    #[error("the engine of generation {asked} is not the one attached: the attachment is number {attach}")]
+    #[error(
+        "the engine of generation {asked} is not attached: the attachment of the volume is number {attach}"
+    )]
     NotAttached {
         /// The generation of the asking engine.
         asked: Generation,
@@ -63,7 +65,7 @@ pub enum NotGranted {
         granted: View,
     },
     /// A member of the target has not stored it, or is not fenced for it.
-    #[error("{missing} of view {target} have neither stored it nor been fenced for it")]
+    #[error("the members {missing} of view {target} have neither stored it nor been fenced for it")]
     NotStored {
         /// The requested view.
         target: View,
@@ -80,7 +82,7 @@ pub enum NotGranted {
         honoured: View,
     },
     /// Less than half: no grant helps.
-    #[error("{stored} are less than half of view {honoured}")]
+    #[error("the replicas {stored} are less than half of view {honoured}")]
     NoQuorum {
         /// Replicas that have stored the target, or are fenced for it.
         stored: Members,

@@ -75,7 +75,10 @@ pub enum ChainError {
         reason: String,
     },
     /// A file ends in `.meta` but belongs to no image.
-    #[error("{name} belongs to no layer; Longhorn would take it for one: move it out of the directory")]
+    #[error(
+        "{name} does not belong to the chain, but Longhorn would use it as a layer: move it out of the \
+         directory"
+    )]
     ForeignMeta {
         /// The file.
         name: String,
@@ -220,7 +223,7 @@ pub enum ChainError {
     )]
     ChildIsHead(String),
     /// A volume only grows.
-    #[error("the volume has {size_bytes} bytes and cannot be given {wanted_bytes}: a volume only grows")]
+    #[error("the volume has {size_bytes} bytes and cannot get {wanted_bytes}: a volume only grows")]
     Shrink {
         /// The size now.
         size_bytes: u64,

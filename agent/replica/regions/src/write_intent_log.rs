@@ -35,8 +35,8 @@ pub enum Admit {
 pub enum IntentLogError {
     /// The absent replicas are more than a volume has.
     #[error(
-        "the out-of-sync sets of {MAX_MEMBERS} replicas are kept already, and {0} is one more: have those of \
-         replicas that will not come back forgotten"
+        "this replica keeps out-of-sync sets of {MAX_MEMBERS} replicas, the maximum, and replica {0} needs \
+         another one. Remove replicas that do not come back from the volume"
     )]
     TooManySets(ReplicaId),
     /// A run of regions that the volume does not have, or too many runs.

@@ -49,7 +49,7 @@ pub enum StoreError {
     Range(#[from] RangeError),
     /// Another program has the directory open.
     #[error(
-        "{} is in use{}; stop that first", directory.display(),
+        "{} is in use{}; stop the program that uses it", directory.display(),
         holder.map_or_else(String::new, |pid| format!(" by process {pid}"))
     )]
     Locked {
@@ -76,7 +76,7 @@ pub enum StoreError {
     #[error(
         "the file system of {} has blocks of {unit_bytes} bytes: after a loss of power a part of a block of \
          4096 could be missing. Make a file system with blocks of 4096 bytes (mkfs.ext4 -b 4096) and have \
-         the replica rebuilt on it. Reading the volume here still works", directory.display()
+         the replica rebuilt on it. The volume here can still be read", directory.display()
     )]
     SmallAllocationUnit {
         /// The replica's directory.
@@ -98,14 +98,14 @@ pub enum StoreError {
     /// The directory belongs to a volume with another secret.
     #[error(
         "{} belongs to a volume with another secret, maybe one that had this name before: move the directory \
-         away. If it is of this volume, as after a restore of the controller's store from a backup, remove \
-         shorthorn.fingerprint in it instead", .0.display()
+         away. If it belongs to this volume, as after a restore of the controller's store from a backup, \
+         remove shorthorn.fingerprint in it instead", .0.display()
     )]
     OtherSecret(PathBuf),
     /// The fingerprint of the volume's secret cannot be read.
     #[error(
-        "{} is damaged: {reason}; it says which volume the directory belongs to. If the directory is of this \
-         volume, remove the file", path.display()
+        "{} is damaged: {reason}. The file identifies the volume of the directory. If the directory belongs \
+         to this volume, remove the file", path.display()
     )]
     FingerprintDamaged {
         /// The file.
@@ -114,7 +114,10 @@ pub enum StoreError {
         reason: String,
     },
     /// Our own state cannot be read.
-    #[error("{} is damaged: {reason}; treat the replica as one whose state is not known", path.display())]
+    #[error(
+        "{} is damaged: {reason}; rebuild the replica from another one, or salvage it if it is the last one",
+        path.display()
+    )]
     StateDamaged {
         /// The file.
         path: PathBuf,

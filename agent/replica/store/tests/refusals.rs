@@ -115,7 +115,10 @@ fn documents_that_cannot_be_right() {
         |dir| edit(dir, "volume-snap-s1.img.meta", "\"Parent\":\"\"", "\"Parent\":\"volume-snap-s2.img\""),
         &["has a cycle at volume-snap-s2.img"],
     );
-    refused(|dir| std::fs::write(dir.join("notes.meta"), "{}").unwrap(), &["notes.meta belongs to no layer"]);
+    refused(
+        |dir| std::fs::write(dir.join("notes.meta"), "{}").unwrap(),
+        &["notes.meta does not belong to the chain"],
+    );
 }
 
 #[test]

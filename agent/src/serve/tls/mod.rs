@@ -70,7 +70,7 @@ pub enum TlsError {
     #[error("{} has no certificate: remove the file and enrol this node", .0.display())]
     NoCertificate(PathBuf),
     /// A certificate without a key.
-    #[error("this agent has made no key for that certificate: call CreateCertificateRequest first")]
+    #[error("this agent has not made a key for that certificate: call CreateCertificateRequest first")]
     NoKey,
     /// The file remembers CAs that cannot be read.
     #[error("{0}; repair or remove the file first")]

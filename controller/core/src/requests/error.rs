@@ -13,7 +13,7 @@ use crate::{LabelError, NodeName, NodeNameError};
 pub enum RequestError {
     /// A replica knows a number of an attachment that has no successor.
     #[error(
-        "volume {name}: a replica knows attachment {known}, which cannot be: inspect the replicas, and \
+        "volume {name}: a replica reports attachment {known}, which is impossible: inspect the replicas, and \
          remove the one whose state is damaged"
     )]
     NoAttach {
@@ -220,9 +220,8 @@ pub enum RequestError {
     },
     /// Volumes could not start by themselves.
     #[error(
-        "node {node} has so many replicas of {volumes} that these do not start without it: fewer than half \
-         of the complete ones are elsewhere. With --force each volume has to be salvaged (shorthornctl \
-         volume salvage NAME)"
+        "without node {node}, fewer than half of the complete replicas of {volumes} are left, and these \
+         volumes do not start. With --force each volume has to be salvaged (shorthornctl volume salvage NAME)"
     )]
     NodeHasMajority {
         /// The node to remove.
@@ -283,8 +282,8 @@ pub enum RequestError {
     /// Volumes could not start by themselves.
     #[error(
         "without disk {path} of node {node} fewer than half of the complete replicas of {volumes} are left, \
-         and these do not start. With --force each volume has to be salvaged (shorthornctl volume salvage \
-         NAME)"
+         and these volumes do not start. With --force each volume has to be salvaged (shorthornctl volume \
+         salvage NAME)"
     )]
     DiskHasMajority {
         /// The name of the node that has the disk.
@@ -322,10 +321,10 @@ pub enum RequestError {
     NoDevice(String),
     /// Kubernetes has it attached, and would not notice a detach by hand.
     #[error(
-        "Kubernetes has volume {name} attached to node {node} (VolumeAttachment {attachment}): end the pods \
-         that use it, then it is detached by itself. With --force it is detached as soon as its device is \
-         not in use there. Kubernetes still counts it as attached. No pod on that node gets the volume until \
-         it is attached there by hand or the VolumeAttachment is deleted"
+        "Kubernetes has volume {name} attached to node {node} (VolumeAttachment {attachment}). Delete the \
+         pods that use it: Kubernetes then detaches the volume. With --force the controller detaches it as \
+         soon as its device is not in use there. Kubernetes still counts it as attached. No pod on that node \
+         gets the volume until it is attached there by hand or the VolumeAttachment is deleted"
     )]
     Published {
         /// The volume.

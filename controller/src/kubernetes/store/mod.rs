@@ -85,9 +85,9 @@ pub enum OpenError {
     Key,
     /// The Secret does not exist, and volumes need it.
     #[error(
-        "Secret {KEY_NAME} is lost, and {count} volumes need it ({volume} is one): restore it from a backup \
-         (docs/backup.md); its fingerprint is {fingerprint}. No other key is made: no engine would reach its \
-         replicas with it"
+        "Secret {KEY_NAME} is lost, and {count} volumes need it, such as {volume}: restore it from a backup \
+         (docs/backup.md); its fingerprint is {fingerprint}. The controller makes no other key, because no \
+         engine would reach its replicas with it"
     )]
     KeyLost {
         /// The number of volumes that need it.
