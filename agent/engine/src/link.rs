@@ -183,7 +183,7 @@ impl QueueLink {
         self.send_view(Opcode::Propose, ID_PROPOSE, view, honoured, events);
     }
 
-    /// Queues the mark that a view is through.
+    /// Queues the message that a view is committed.
     pub fn commit(&mut self, view: View, events: &mut Vec<Event>) {
         let honoured = ReplicaReport { committed: view, proposed: Vec::new() };
         self.send_view(Opcode::Commit, ID_COMMIT, view, honoured, events);

@@ -38,11 +38,11 @@ const PROPOSAL_LIMIT: Duration = Duration::from_secs(45);
 /// While the arbiter or a replica is waited for: the others close connections that are silent for a minute.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
 
-/// A volume that may be served: its first view is through.
+/// A volume that may be served: its first view is committed.
 #[derive(Debug)]
 pub struct Opened {
     pub view: View,
-    /// The newest view of earlier engines that is known to be through.
+    /// The newest view of earlier engines that is known to be committed.
     pub last_view: View,
     /// For every replica of the spec, in its order: a connection per queue, if it is a member.
     pub connections: Vec<Vec<ReplicaConnection>>,

@@ -344,7 +344,8 @@ impl<'a> Serving<'a> {
             "only half of the replicas are left: frozen until the arbiter grants the view or another is back"
         );
         self.asked = Some(view);
-        // One of the others can bring the view through without the arbiter, however often it was late.
+        // One of the others can complete the change of the view without the arbiter, however often it was
+        // late.
         self.context().known_peers().iter().for_each(|(index, _)| self.rebuild_tasks.end_delay(*index));
         self.publish(|engine| {
             engine.phase = EnginePhase::Frozen;

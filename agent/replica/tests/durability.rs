@@ -155,7 +155,7 @@ fn volume_meta_tells_longhorn_that_a_replica_has_left_its_view() {
     assert!(!welcome.rebuilding, "it is judged by its views");
     client.send_text(Opcode::Commit, &message(view(2, 1, &[8]), &welcome.report)).unwrap();
     client.send_text(Opcode::Propose, &message(view(3, 1, &[7, 8]), &welcome.report)).unwrap();
-    assert_eq!(says_rebuilding(), true, "it is not a member before that is through");
+    assert_eq!(says_rebuilding(), true, "it is not a member before the view is committed");
     client.send_text(Opcode::Commit, &message(view(3, 1, &[7, 8]), &welcome.report)).unwrap();
     assert_eq!(says_rebuilding(), false);
     replica.kill();

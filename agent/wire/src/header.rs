@@ -39,7 +39,7 @@ pub enum Opcode {
     Ping = 8,
     /// Store this proposed view. Text: [`crate::ViewMessage`].
     Propose = 9,
-    /// This view is through. Text: [`crate::ViewMessage`].
+    /// This view is committed. Text: [`crate::ViewMessage`].
     Commit = 10,
     /// Requests the regions in one of the replica's sets. Text: [`crate::RegionsQuery`]; the response carries
     /// [`crate::RegionsPage`].

@@ -113,7 +113,7 @@ struct LifeId {
 /// is newer, for any clocks of their nodes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Holds {
-    /// The newest view that is through; none: no engine has opened it, or it does not say.
+    /// The newest committed view; none: no engine has opened it, or it does not say.
     pub committed: Option<ViewId>,
     /// The newest that was proposed.
     pub proposed: Option<ViewId>,

@@ -122,15 +122,15 @@ impl Arbiter {
         Some(self.stale_since).filter(|since| *since > 0)
     }
 
-    /// Returns the renewed record after an engine without a grant has committed `through`, since the record
+    /// Returns the renewed record after an engine without a grant has committed the view `committed`, since the record
     /// is known to be stale. The engine had more than half of every view in which another one may have
     /// continued. From here on, every asking engine has to have honoured that view or a newer one; earlier
     /// grants do not matter any more.
     #[must_use]
-    pub fn renewed(&self, through: View) -> Option<Arbiter> {
+    pub fn renewed(&self, committed: View) -> Option<Arbiter> {
         let since = self.stale_since()?;
-        let is_later = through.id.generation.attach >= since && !through.is_first();
-        is_later.then_some(Arbiter { granted: Some(through), stale_since: 0 })
+        let is_later = committed.id.generation.attach >= since && !committed.is_first();
+        is_later.then_some(Arbiter { granted: Some(committed), stale_since: 0 })
     }
 
     /// Handles the question of an engine for `target`, which honours the views in `honoured`. The replicas in
@@ -225,12 +225,12 @@ mod tests {
         assert_eq!(refused, Err(NotGranted::Stale { since: 7 }));
         assert_eq!(record.renewed(view(6, 0, 1, &[1, 2])), None, "an engine from before");
         assert_eq!(NEVER_ASKED.renewed(target), None, "nothing is wrong with it");
-        let through = view(7, 1, 1, &[1, 2]);
-        let renewed = record.renewed(through).unwrap();
+        let committed = view(7, 1, 1, &[1, 2]);
+        let renewed = record.renewed(committed).unwrap();
         let outdated = renewed.ask(8, view(8, 0, 1, &[2]), &honouring(old, &[]), &members(&[2]));
-        assert_eq!(outdated, Err(NotGranted::NotHonoured { granted: through }));
+        assert_eq!(outdated, Err(NotGranted::NotHonoured { granted: committed }));
         let alone = view(7, 1, 2, &[1]);
-        assert!(renewed.ask(7, alone, &honouring(through, &[]), &members(&[1])).is_ok());
+        assert!(renewed.ask(7, alone, &honouring(committed, &[]), &members(&[1])).is_ok());
     }
 
     #[test]

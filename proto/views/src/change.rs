@@ -4,7 +4,7 @@ use crate::quorum::{Quorum, quorum};
 
 /// A view on its way to being the current one.
 ///
-/// It is through when all its members and a quorum of each view that it has to honour have stored it.
+/// It is complete when all its members and a quorum of each view that it has to honour have stored it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ViewChange {
     /// The honoured report in the proposal: the views of which it needs a quorum each.

@@ -5,7 +5,7 @@
 //!   proposed view newer than that. The shell makes them durable before it answers.
 //! - An engine that starts computes its [`StartPlan`], with its [`Basis`], from the reports of the replicas.
 //!   It commits its first view as a [`ViewChange`].
-//! - An engine that loses a member brings the view without it through as a [`ViewChange`].
+//! - An engine that loses a member changes to the view without it by a [`ViewChange`].
 //! - The controller keeps an [`Arbiter`], which lets one of two halves continue.
 //!
 //! Quorum of a view: more than half of its members, or exactly half together with the arbiter's grant.

@@ -98,8 +98,7 @@ impl ReplicaViews {
     /// it committed meanwhile. Nothing else is answered as stored that is not.
     ///
     /// Of views with the same members the newest is kept: it asks the same of a start, and stays proposed for
-    /// longer. So an engine that fails again and again to bring its first view through does not fill the
-    /// replicas.
+    /// longer. So an engine whose first view is never committed does not fill the replicas.
     ///
     /// # Errors
     /// [`Refused`].

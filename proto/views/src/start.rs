@@ -44,7 +44,7 @@ pub enum CannotStart {
 /// Returns the basis for an engine that has fenced the replicas in `reports`. `granted` is the last view that
 /// the arbiter has granted, as far as the engine knows. It counts as a proposed one.
 ///
-/// Proposed views that are dead (`may_be_through`) are left out: they would stand in the way of others for
+/// Proposed views that are dead (`may_be_committed`) are left out: they would stand in the way of others for
 /// ever.
 ///
 /// # Errors
@@ -105,7 +105,7 @@ impl Start<'_> {
         // From the oldest on: no view can follow from a dead one.
         let mut alive = vec![committed];
         for view in &proposed {
-            if self.may_be_through(view, &alive) {
+            if self.may_be_committed(view, &alive) {
                 alive.push(*view);
             }
         }
@@ -158,7 +158,7 @@ impl Start<'_> {
     ///   it: the view is not the newest committed one.
     ///
     /// Every grant that was ever recorded overrules in this way: an old record of them does no harm.
-    fn may_be_through(&self, view: &View, older: &[View]) -> bool {
+    fn may_be_committed(&self, view: &View, older: &[View]) -> bool {
         let may_have_stored = |id: ReplicaId| {
             let mut known =
                 self.reports.iter().filter(|(reached, _)| *reached == id && !(self.is_doubted)(id));
@@ -254,7 +254,11 @@ mod tests {
     fn what_the_arbiter_has_overruled_is_dead() {
         let (old, mine, granted) = (view(1, &[1, 2]), view(2, &[1]), view(3, &[2]));
         let reports = [report(1, old, &[mine]), report(2, old, &[granted])];
-        assert_eq!(basis(&reports, None), Err(CannotStart::NoMember(Members::NONE)), "either may be through");
+        assert_eq!(
+            basis(&reports, None),
+            Err(CannotStart::NoMember(Members::NONE)),
+            "either may be committed"
+        );
         let found = basis(&reports, Some(granted)).unwrap();
         assert_eq!((found.members, found.honoured.proposed), (granted.members, vec![granted]));
         let unseen = basis(&reports[..1], Some(granted)).unwrap_err();

@@ -116,7 +116,7 @@ pub struct EngineProc {
     requests: Vec<Vec<Id>>,
     /// The data of the slots for copies.
     copies: Vec<Vec<Id>>,
-    /// The newest view that is through, as far as its main thread knows.
+    /// The newest committed view, as far as its main thread knows.
     pub view: Option<View>,
     /// The view that is proposed and not through.
     pub pending: Option<(View, ReplicaReport)>,

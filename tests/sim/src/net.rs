@@ -51,7 +51,7 @@ pub enum Ask {
     Ping,
     /// A proposed view, and the report that it honours.
     Propose(View, ReplicaReport),
-    /// A view is through.
+    /// A view is committed.
     Commit(View),
     /// A page of a set of regions.
     Regions(RegionsQuery),

@@ -308,7 +308,7 @@ pub enum Output {
         /// The report that the replica honours.
         honoured: Box<ReplicaReport>,
     },
-    /// Tell a replica that the view is through.
+    /// Tells a replica that the view is committed.
     Commit {
         /// The index of the replica.
         peer: PeerIndex,

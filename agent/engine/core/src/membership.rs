@@ -85,8 +85,8 @@ struct Peer {
 
 /// The members of the volume, and the pending change.
 ///
-/// The view changes only when the change is through. All its members have stored it then, and the arbiter has
-/// granted it if they are half of the view. While the arbiter is asked, no other view is proposed.
+/// The view changes only when the change is complete. All its members have stored it then, and the arbiter
+/// has granted it if they are half of the view. While the arbiter is asked, no other view is proposed.
 #[derive(Debug)]
 pub struct Membership {
     peers: Vec<Peer>,

@@ -68,12 +68,12 @@ impl Proposal {
     }
 }
 
-/// A volume that may be served: its first view is through.
+/// A volume that may be served: its first view is committed.
 #[derive(Debug)]
 pub struct Opened<C> {
     /// The first view.
     pub view: View,
-    /// The newest view of earlier engines that is known to be through.
+    /// The newest view of earlier engines that is known to be committed.
     pub last_view: View,
     /// The connections to the members.
     pub connections: C,
@@ -228,7 +228,7 @@ pub async fn open<E: OpeningEngine>(
     let stamps: Vec<Option<u32>> = reached.iter().map(|one| one.welcome.stamp).collect();
     // A blank replica would learn the views by the proposal, and look like one that has kept its data.
     reached.retain(|one| is_asked(one.replica));
-    bring_through(engine, volume, change, (reached, stamps), offenders).await
+    commit_first_view(engine, volume, change, (reached, stamps), offenders).await
 }
 
 /// Returns the plan for the first view, unless a member has to be waited for. A replica that is left out has
@@ -313,7 +313,7 @@ async fn await_grant<E: OpeningEngine>(
 /// Has the replicas store the view. If it succeeds, and every member has reported its sets of regions, marks
 /// the view as committed and connects the queues. `stamps` are those of all reached replicas, also of those
 /// that are not asked.
-async fn bring_through<E: OpeningEngine>(
+async fn commit_first_view<E: OpeningEngine>(
     engine: &mut E,
     volume: &Volume,
     mut change: ViewChange,

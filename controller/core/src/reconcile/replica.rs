@@ -212,7 +212,7 @@ fn with_membership(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
     if owner.is_some_and(|volume| {
         volume.status.first_members.contains(&replica.spec.replica_id) || volume.status.attach > 0
     }) {
-        // Its undeletion is through: the volume is stored with all that the record has.
+        // Its undeletion is complete: the volume is stored with all that the record has.
         status.undeletion_record = None;
     }
     let engine = context.cluster.engines.get(replica.spec.volume_name.as_str());

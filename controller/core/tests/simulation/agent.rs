@@ -13,7 +13,7 @@ use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewI
 /// The stored state of all replicas, wherever they are.
 #[derive(Debug, Default)]
 pub struct Views {
-    /// The newest view of each volume that is through.
+    /// The newest committed view of each volume.
     pub newest: BTreeMap<String, View>,
     /// The newest committed view that each replica knows.
     stored: BTreeMap<String, View>,
@@ -23,7 +23,7 @@ pub struct Views {
 
 impl Views {
     /// Records a committed view: all its members have stored it.
-    pub fn through(&mut self, volume: &str, view: View) {
+    pub fn commit(&mut self, volume: &str, view: View) {
         self.newest.insert(volume.to_owned(), view);
         self.stored.extend(view.members.iter().map(|id| (format!("{volume}-{id}"), view)));
     }
@@ -373,7 +373,7 @@ impl SimAgent {
             member.mode = MemberMode::Failed;
         }
         if 2 * target.members.len() > members.len() {
-            views.through(&key.name, target);
+            views.commit(&key.name, target);
         } else {
             let honoured = ReplicaReport { committed: current, proposed: Vec::new() };
             status.grant_wanted = Some(GrantWanted { view: target, honoured, stored: target.members });
@@ -427,7 +427,7 @@ fn start_up(
         for id in all.iter().filter(|id| here(id)) {
             views.fence(&format!("{volume}-{id}"), generation.attach);
         }
-        views.through(volume, View { id: ViewId { generation, number: 1 }, members: found });
+        views.commit(volume, View { id: ViewId { generation, number: 1 }, members: found });
     }
     for member in &mut status.members {
         let id = member.replica;
@@ -469,7 +469,7 @@ fn lose_missing(
         }
     }
     if 2 * left > all {
-        views.through(volume, target);
+        views.commit(volume, target);
     } else {
         let honoured = ReplicaReport { committed: current, proposed: Vec::new() };
         status.grant_wanted = Some(GrantWanted { view: target, honoured, stored: target.members });
@@ -499,10 +499,10 @@ fn start_serving(
     let Some(member) = status.members.iter_mut().find(away) else { return };
     if member.mode == MemberMode::Rebuilding {
         let grown = current.members.with(member.replica).unwrap();
-        // All members of a view store it before it is through.
+        // All members of a view store it before it is committed.
         if grown.iter().all(|id| here(&id)) {
             member.mode = MemberMode::Member;
-            views.through(volume, next(current, grown));
+            views.commit(volume, next(current, grown));
         }
     } else {
         member.mode = MemberMode::Rebuilding;

@@ -55,8 +55,8 @@ impl State {
             generation.attach == self.attach && since.any(|engine| engine.generation == generation)
         };
         let committed = self.replicas.iter().map(|replica| replica.views.report().committed);
-        let through = committed.filter(|view| is_new(view.id.generation)).max_by_key(|view| view.id)?;
-        self.arbiter.renewed(through)
+        let newest = committed.filter(|view| is_new(view.id.generation)).max_by_key(|view| view.id)?;
+        self.arbiter.renewed(newest)
     }
 
     /// Returns the newest attachment that has opened a replica.

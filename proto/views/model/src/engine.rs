@@ -105,7 +105,7 @@ impl Model {
         self.progress(state, at) == Some(ChangeProgress::NeedsGrant)
     }
 
-    /// Installs the view under way if it is through.
+    /// Installs the proposed view if it is complete.
     fn go_on(&self, state: &mut State, engine: u8) {
         if self.progress(state, state.engine(engine)) != Some(ChangeProgress::Through) {
             return;

@@ -1,7 +1,7 @@
 //! The invariants of the model.
 //!
-//! Words. An engine *has served* from when its first view is through. An engine is *newer* than another when
-//! its generation is. To *hold* a replica is to be the generation that the replica has stored.
+//! Words. An engine *has served* once its first view is committed. An engine is *newer* than another when its
+//! generation is. To *hold* a replica is to be the generation that the replica has stored.
 //!
 //! 1. **Nothing is lost.** Every acknowledged write, of any engine and time, is on every member of the view
 //!    of the newest engine that has served. It is also on every member of the pending view of this engine.

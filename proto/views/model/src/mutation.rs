@@ -9,7 +9,7 @@ pub enum Mutation {
     NewestProposed,
     /// The arbiter grants a view that less than half have stored.
     LessThanHalf,
-    /// A first view is through when enough replicas are fenced, whether or not they have stored it.
+    /// A first view counts as committed when enough replicas are fenced, whether or not they have stored it.
     CountFenced,
     /// A replica that a start leaves out counts as having stored its view. Found only if a start leaves
     /// replicas out.

@@ -33,7 +33,7 @@ pub enum Message {
         /// The number of the view.
         number: u8,
     },
-    /// The view `number` is through.
+    /// The view `number` is committed.
     Commit {
         /// The sender.
         engine: u8,

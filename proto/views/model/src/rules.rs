@@ -60,7 +60,7 @@ impl Rules {
         }
     }
 
-    /// Returns true if an engine may touch the data of a replica before its first view is through.
+    /// Returns true if an engine may touch the data of a replica before its first view is committed.
     pub fn may_copy(self, views: &ReplicaViews, generation: Generation) -> bool {
         views.generation() == generation || self.is(Mutation::ServeBeforeFence)
     }

@@ -68,11 +68,11 @@ pub struct Engine {
     pub welcomes: [Option<Rc<ReplicaReport>>; REPLICAS_MAX],
     /// Replicas whose report was received.
     pub reached: Bits,
-    /// The view that is through; none before the first is.
+    /// The committed view; none before the first one.
     pub view: Option<View>,
     /// All that it has proposed; the view numbered `n` is at `n - 1`.
     pub proposals: Vec<Rc<Proposal>>,
-    /// The last of them, unless it is through.
+    /// The last of them, unless it is committed.
     pub underway: Option<Underway>,
     /// Writes neither acknowledged nor failed.
     pub pending: Bits,

@@ -286,7 +286,7 @@ fn a_lost_replica_leaves_and_the_write_goes_on() {
     bench.reply(1, 0, Ok(()));
     let out = bench.lose(2);
     let proposed = out.iter().filter(|output| matches!(output, Output::Propose { .. })).count();
-    assert_eq!((proposed, completed(&out, 0)), (2, None), "not before the view change is through");
+    assert_eq!((proposed, completed(&out, 0)), (2, None), "not before the view change is complete");
     let out = bench.submit(1, WRITE, 9);
     assert_eq!(sent_to(&out, 1), [], "nothing is sent during a view change");
     assert_eq!(completed(&bench.view_stored(0, 2), 0), None);

@@ -278,18 +278,18 @@ fn commit(disk: &mut Memory, state: &mut ReplicaState, view: View) -> Result<(),
 }
 
 #[test]
-fn leaving_is_recorded_before_the_view_is_stored_and_coming_back_after_it_is_through() {
+fn leaving_is_recorded_before_the_view_is_stored_and_coming_back_after_it_is_committed() {
     let (mut disk, mut state) = opened();
     propose(&mut disk, &mut state, view(1, &[2, 3])).unwrap();
     assert_eq!(disk.done(), ["left", "views"]);
     commit(&mut disk, &mut state, view(1, &[2, 3])).unwrap();
     propose(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
-    assert_eq!(disk.done(), ["views", "views"], "it is not a member before the view is through");
+    assert_eq!(disk.done(), ["views", "views"], "it is not a member before the view is committed");
     commit(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
     assert_eq!(disk.done(), ["views", "member"]);
     commit(&mut disk, &mut state, view(2, &[1, 2, 3])).unwrap();
     assert!(disk.done().is_empty(), "once");
-    // It hears of the change only when that is through.
+    // It receives the change only when that is complete.
     commit(&mut disk, &mut state, view(3, &[2, 3])).unwrap();
     assert_eq!(disk.done(), ["left", "views"]);
 }

@@ -304,14 +304,14 @@ impl Sim {
             AgentCall::Grant { volume, view, .. }
                 if self.views.newest.get(volume.as_str()).is_some_and(|newest| newest.id < view.id) =>
             {
-                self.views.through(volume.as_str(), **view);
+                self.views.commit(volume.as_str(), **view);
             }
             AgentCall::SalvageReplica { volume, replica_id, attach, .. } => {
                 let id = ViewId { generation: Generation::new(*attach, 0), number: 0 };
                 let members = Members::new([*replica_id]).unwrap();
                 let newest = self.views.newest.get(volume.as_str());
                 if newest.is_none_or(|newest| newest.id.generation.attach < *attach) {
-                    self.views.through(volume.as_str(), View { id, members });
+                    self.views.commit(volume.as_str(), View { id, members });
                 }
             }
             _ => {}

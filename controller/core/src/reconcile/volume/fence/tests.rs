@@ -281,8 +281,8 @@ fn the_arbiter_grants_again_once_more_than_half_serve() {
     });
     let stored = serde_json::to_string(&lost.volume().status).unwrap();
     assert_eq!(serde_json::from_str::<VolumeStatus>(&stored).unwrap(), lost.volume().status);
-    let through = view(new, 1, &[0, 1]);
-    lost.replica_says(1, new, through);
+    let committed = view(new, 1, &[0, 1]);
+    lost.replica_says(1, new, committed);
     lost.run();
     assert_eq!(stale_since(&lost), Some(new), "no engine of ours serves in that view");
     let mut engine = lost.cluster.engines["v"].clone();
@@ -292,7 +292,7 @@ fn the_arbiter_grants_again_once_more_than_half_serve() {
     engine.status = EngineStatus {
         current_state: CurrentState::Running,
         phase: Some(EnginePhase::Serving),
-        generation: Some(through.id.generation),
+        generation: Some(committed.id.generation),
         endpoint: Some("/dev/longhorn/v".to_owned()),
         seen_attach: new,
         ..EngineStatus::default()
@@ -300,7 +300,7 @@ fn the_arbiter_grants_again_once_more_than_half_serve() {
     lost.cluster.insert(engine.into());
     lost.run();
     assert_eq!(stale_since(&lost), None);
-    assert_eq!(lost.volume().status.arbiter.granted(), Some(through));
+    assert_eq!(lost.volume().status.arbiter.granted(), Some(committed));
 }
 
 #[test]
