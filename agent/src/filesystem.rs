@@ -33,7 +33,7 @@ impl Filesystem {
                 let uuid = format!("uuid={uuid}");
                 ("mkfs.xfs", ["-q", "-b", "size=4096", "-m", &uuid, &device].map(str::to_owned).into())
             }
-            // The reserve of root is none of the agent's: it keeps its own.
+            // The reserve of root is not available to the agent, which keeps a reserve of its own.
             Filesystem::Ext4 => {
                 let arguments = ["-q", "-b", "4096", "-m", "0", "-U", uuid, &device];
                 ("mkfs.ext4", arguments.map(str::to_owned).into())

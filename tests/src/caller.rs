@@ -17,7 +17,7 @@ impl Caller {
     /// Connects to a Unix socket.
     ///
     /// # Errors
-    /// The path is none that an address can have.
+    /// The path cannot be an address.
     pub fn unix(path: &Path) -> Result<Caller> {
         Caller::to(format!("unix://{}", path.display()))
     }

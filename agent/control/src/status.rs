@@ -17,7 +17,8 @@ pub enum ProcessCommand {
     Io,
     /// Ends the process and removes the device. All replicas are flushed first, within some seconds.
     Stop,
-    /// End and leave the device to the next process, which serves on. Requests in flight are finished first.
+    /// Ends, and leaves the device to the next process, which continues to serve. Requests in flight are
+    /// finished first.
     Handover,
     /// The arbiter has granted a view.
     Grant {

@@ -22,7 +22,7 @@ const PROBE_LIMIT: Duration = Duration::from_secs(60);
 /// Making a file system writes some parts per thousand of the volume. A large volume on slow disks takes
 /// minutes for that.
 const FORMAT_LIMIT: Duration = Duration::from_secs(30 * 60);
-/// Replaying a journal takes seconds; a whole check, after an error, hours.
+/// Replaying a journal takes seconds; a full check, after an error, hours.
 const CHECK_LIMIT: Duration = Duration::from_secs(12 * 3600);
 /// Growing writes metadata of the new part, as making a file system does.
 const GROW_LIMIT: Duration = Duration::from_secs(30 * 60);

@@ -31,7 +31,7 @@ const SOCKET_BUFFER_BYTES: usize = 4 << 20;
 /// The reason why a replica could not be opened or does not do a request.
 #[derive(Debug, Error)]
 pub enum ConnectError {
-    /// The address is none.
+    /// The text is not an address.
     #[error("{0:?} is not an address: use unix:<path> or tcp:<ip>:<port>")]
     Address(String),
     /// The volume no longer has the replica.
@@ -93,7 +93,7 @@ impl ConnectError {
             | ConnectError::GivenUp
             | ConnectError::OtherRun
             | ConnectError::Page(_)
-            // A stranger on the way must not be able to keep the engine from the replica for long.
+            // An attacker in the network must not keep the engine from the replica for long.
             | ConnectError::Unproven(_)
             | ConnectError::Encryption(_)
             | ConnectError::Unexpected(_)

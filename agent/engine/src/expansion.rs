@@ -39,7 +39,7 @@ impl ExpansionTask {
     /// Has every replica that is connected grow to the size that the connector knows, and then the core.
     ///
     /// # Errors
-    /// No thread is to be had.
+    /// The system cannot start a thread.
     pub fn grow_replicas(context: Arc<EngineContext>) -> Result<ExpansionTask, EngineError> {
         ExpansionTask::start(Arc::clone(&context), move || match grow_replicas(&context) {
             Ok(()) => Outcome::Done,
@@ -50,7 +50,7 @@ impl ExpansionTask {
     /// Has the device grow.
     ///
     /// # Errors
-    /// No thread is to be had.
+    /// The system cannot start a thread.
     pub fn resize(
         context: Arc<EngineContext>,
         device: SharedDevice,

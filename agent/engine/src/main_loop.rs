@@ -71,7 +71,8 @@ const LEFT_DIRTY_MAX_BYTES: u64 = 512 << 10;
 pub enum Ended {
     /// For good, by a command: its device is gone.
     Stopped,
-    /// For the next process, which serves on: a device of the kernel is still there, and its requests wait.
+    /// For the next process, which continues to serve: a device of the kernel is still there, and its
+    /// requests wait.
     LeftToNext,
 }
 
@@ -502,7 +503,7 @@ fn core_config(spec: &EngineSpec, opened: &Opened, record: &DeviceRecord) -> Cor
     }
 }
 
-/// Returns the links of one queue, one for every replica that there may ever be.
+/// Returns the links of one queue, one for each of the [`MAX_MEMBERS`] places of replicas.
 fn links(
     shared: &Shared,
     queue: u16,

@@ -62,7 +62,7 @@ pub struct Opened {
     pub out_of_sync_stamps: Vec<u32>,
     /// For every replica that was reached: the run of its process.
     pub runs: Vec<Option<u64>>,
-    /// A size that was ordered meanwhile.
+    /// A new size that was requested meanwhile.
     pub expand_to_bytes: Option<u64>,
     /// See [`EngineState::lost_writes`].
     pub lost_writes: bool,
@@ -105,7 +105,7 @@ pub struct Opener<'a> {
     pub state: &'a mut EngineState,
     pub publisher: &'a Publisher,
     pub events: &'a Receiver<MainEvent>,
-    /// A size that was ordered, for the next attempt: each has one size from its beginning to its end.
+    /// A new size that was requested, for the next attempt: each has one size from its beginning to its end.
     pub expand_to_bytes: Option<u64>,
 }
 

@@ -18,7 +18,7 @@ pub fn piece_bytes(rate: u64) -> u64 {
     (paced - paced % SMALLEST_PIECE_BYTES).clamp(SMALLEST_PIECE_BYTES, longest)
 }
 
-/// Keeps a copy to a speed, by telling how long to pause after each piece. Time that was not used is lost.
+/// Limits the speed of a copy: returns the pause after each piece. Time that was not used is lost.
 #[derive(Debug)]
 pub struct Pacer {
     /// The time at which the copies so far are within the limit.

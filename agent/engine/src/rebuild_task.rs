@@ -70,7 +70,7 @@ impl RebuildTasks {
     /// Brings replica number `peer` back after `delay`.
     ///
     /// # Errors
-    /// No thread is to be had.
+    /// The system cannot start a thread.
     pub fn start(&mut self, peer: PeerIndex, delay: RebuildDelay) -> Result<(), EngineError> {
         let entry = &mut self.commands[usize::from(peer)];
         if let Some(commands) = entry
@@ -121,7 +121,7 @@ impl RebuildTasks {
     /// set.
     ///
     /// # Errors
-    /// No thread is to be had.
+    /// The system cannot start a thread.
     pub fn give_up(&mut self, peer: PeerIndex, replica: ReplicaId) -> Result<(), EngineError> {
         if let Some(commands) = self.commands[usize::from(peer)].take() {
             // It may have ended by itself.
@@ -159,7 +159,7 @@ struct RebuildTask {
     pause: Duration,
     /// The cause of the last failure, so that it is logged once.
     cause: Option<String>,
-    /// A delay that was ordered in the middle of an attempt: it begins when that has failed.
+    /// A delay that was requested during an attempt: it begins when the attempt has failed.
     later: Cell<Option<RebuildDelay>>,
     /// Members that could not be read to bring the replica back.
     bad_sources: BadSources,
@@ -224,7 +224,7 @@ impl RebuildTask {
             match self.commands.recv_timeout(pause) {
                 Err(RecvTimeoutError::Timeout) => {}
                 Ok(TaskCommand::RetryNow | TaskCommand::EndDelay) => self.pause = FIRST_PAUSE,
-                // It was dropped once more, as a rebuilding replica.
+                // It was dropped again, as a rebuilding replica.
                 Ok(TaskCommand::Start(delay)) => {
                     self.pause = FIRST_PAUSE;
                     if !self.wait_for_delay(delay) {
@@ -273,7 +273,7 @@ impl RebuildTask {
         Some(pause)
     }
 
-    /// Shows a failure, and logs it once for each cause; returns how long to wait.
+    /// Shows a failure, and logs it once for each cause; returns the time to wait.
     fn failed(&mut self, message: &str, is_lasting: bool) -> Duration {
         // The progress of the attempt has taken the place of the last message.
         self.report(RebuildProgress::Waiting(message.to_owned()));

@@ -2,9 +2,9 @@
 //!
 //! Snapshots never change: no request waits for this, and it uses control connections. The members are asked
 //! for the sum of each piece of each layer, and for the one that they have kept from the last agreement.
-//! [`compare_checksums`] decides who is right. Rotten pieces are copied
-//! from a right member and checked again ([`repair`]). Sums that all agree on are kept ([`sum_writer`]). The
-//! oldest layer comes first, because the others build on it.
+//! [`compare_checksums`] decides which members are right. Rotten pieces are copied from a right member and
+//! checked again ([`repair`]). Sums that all agree on are kept ([`sum_writer`]). The oldest layer comes
+//! first, because the others build on it.
 
 mod repair;
 mod sum_writer;
@@ -48,7 +48,7 @@ impl Scrubbing {
     /// Starts the scrub. Its reports carry `number`.
     ///
     /// # Errors
-    /// No thread is to be had.
+    /// The system cannot start a thread.
     pub fn start(
         context: Arc<EngineContext>,
         command: ScrubCommand,

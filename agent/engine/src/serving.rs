@@ -57,9 +57,9 @@ pub struct Serving<'a> {
     /// The view that the arbiter was asked for.
     asked: Option<View>,
     resync: Option<Meter>,
-    /// Per replica: the copy to it.
+    /// For each replica, the copy to it.
     copies: [Option<Meter>; MAX_MEMBERS],
-    /// Per replica: how often it was dropped.
+    /// For each replica, the number of times that it was dropped.
     standings: [Standing; MAX_MEMBERS],
     begun: Instant,
     /// The members whose addresses have changed.
@@ -173,7 +173,7 @@ impl<'a> Serving<'a> {
         limit: Duration,
     ) -> Result<(Ending, bool), EngineError> {
         if self.asked.is_some() {
-            return Ok((ending, false)); // who the members are may stay open for long
+            return Ok((ending, false)); // a change of the view may take long
         }
         let begin = Instant::now();
         self.shared().send_to_core(Event::ClearAll);
@@ -203,7 +203,7 @@ impl<'a> Serving<'a> {
         }
     }
 
-    /// Returns how much of the volume may differ between members, should this process end now.
+    /// Returns the bytes of the volume that may differ between members if this process ends now.
     pub fn dirty_bytes(&self) -> u64 {
         self.shared().look(|core| core.copy_progress().dirty_bytes)
     }
@@ -414,7 +414,7 @@ impl<'a> Serving<'a> {
         });
     }
 
-    /// Looks how far everything is that takes long.
+    /// Updates the progress of copies, resyncs and scrubs.
     fn poll(&mut self) {
         let progress = self.shared().look(|core| core.copy_progress());
         let now = Instant::now();

@@ -85,7 +85,7 @@ impl Meter {
         Meter { total_bytes: left_bytes, left_bytes, bytes_per_s: 0, measured: now, begun: now }
     }
 
-    /// Takes how much is left now; more may have come to do.
+    /// Records the bytes that are left now. They may have become more.
     pub fn update(&mut self, left_bytes: u64, now: Instant) {
         let took = now.saturating_duration_since(self.measured);
         if took < MEASURE_INTERVAL {

@@ -23,8 +23,8 @@ use crate::handshakes::{EngineHandshakes, Origin};
 use crate::limits::{HANDSHAKE_TIMEOUT, SMALL_STACK_BYTES};
 use crate::mailbox::{Candidate, Mailbox, Message};
 
-/// Out of descriptors or memory: how long to wait before the next try. Connections that wait stay in the
-/// backlog of the socket.
+/// The pause before the next try if the process has no descriptor or memory left. Connections that wait stay
+/// in the backlog of the socket.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
 /// The sockets on which engines find this replica.

@@ -76,7 +76,7 @@ pub enum ReplicaError {
     /// A size that no volume has.
     #[error("a volume of {0} bytes is larger than the maximum, {MAX_VOLUME_BYTES}")]
     TooLarge(u64),
-    /// A layer that is none.
+    /// The text is not the name of a layer.
     #[error("'{0}' is not the name of a layer's image")]
     NoLayer(String),
     /// A range of a layer that is not a piece of it.

@@ -203,7 +203,7 @@ impl DataThread {
     }
 
     fn stop(self) -> Result<(), ReplicaError> {
-        // The message is in vain only if the thread has ended by itself, and then it reports the reason.
+        // The message is lost only if the thread has ended by itself, and then it reports the reason.
         let _ = self.mailbox.send(Message::Stop);
         self.thread.join().unwrap_or(Err(ReplicaError::ThreadEnded))
     }

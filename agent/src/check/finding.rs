@@ -33,7 +33,7 @@ pub struct HostFinding {
     pub level: Level,
     /// The finding, in a sentence.
     pub message: String,
-    /// The command that mends it, or several to choose from, one a line; empty if all is well.
+    /// The command that fixes the problem, or several to choose from, one a line; empty without a problem.
     pub remedy: String,
 }
 

@@ -233,7 +233,7 @@ fn disk(disk: &DiskFacts) -> HostFinding {
     let (path, quoted) = (disk.path.display(), quoted(&disk.path));
     if !disk.problem.is_empty() {
         let remedy = format!(
-            "findmnt -T {quoted}; journalctl -k -n 50  # mend the file system, or remove the disk of the node"
+            "findmnt -T {quoted}; journalctl -k -n 50  # repair the file system, or remove the disk"
         );
         return failed("disks", format!("{path}: {}", disk.problem), remedy);
     }

@@ -183,8 +183,8 @@ pub struct Header {
     pub length_bytes: u32,
     /// Errno of a response; 0 is success. In a request for one layer its number, 0 in others.
     pub status: i32,
-    /// The CRC-32C of the data behind the header, 0 without data. In the answer to a PING: how many MiB are
-    /// free on the replica's disk, 0 if it is not known.
+    /// The CRC-32C of the data behind the header, 0 without data. In the answer to a PING: the free space of
+    /// the replica's disk in MiB, 0 if it is not known.
     pub data_check: u32,
 }
 

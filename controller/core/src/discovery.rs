@@ -31,7 +31,7 @@ pub struct Machine {
     pub internal_ip: Option<IpAddr>,
     /// The zone, whose machines may fail together.
     pub zone: Option<Label>,
-    /// True if its kubelet is well.
+    /// True if its kubelet is ready.
     pub is_ready: bool,
     /// True if Kubernetes puts no new pods there.
     pub is_cordoned: bool,

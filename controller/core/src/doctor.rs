@@ -259,7 +259,7 @@ impl<'a> Doctor<'a> {
             }
             for (path, disk) in &agent.disks {
                 if !disk.problem.is_empty() {
-                    let fix = format!("shorthornctl disk drain {node} {path}  # or mend it");
+                    let fix = format!("shorthornctl disk drain {node} {path}  # or repair it");
                     findings.push(failed(format!("disk {path} of node {node}: {}", disk.problem), fix));
                     continue;
                 }

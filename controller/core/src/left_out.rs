@@ -17,7 +17,7 @@ use crate::objects::{Key, Kind};
 pub struct LeftOut {
     /// The reason why the object cannot be used.
     pub why: String,
-    /// The steps by which an operator mends the object.
+    /// The steps by which an operator repairs the object.
     pub remedy: String,
     /// The stored version that cannot be used; 0: the store does not say.
     pub version: u64,
@@ -174,7 +174,7 @@ mod tests {
     use crate::{ClusterState, Timestamp};
 
     fn left(kind: Kind, raw: &Value) -> LeftOut {
-        LeftOut::new(kind, Some(raw), "it is damaged", "mend it")
+        LeftOut::new(kind, Some(raw), "it is damaged", "correct it")
     }
 
     #[test]
@@ -223,7 +223,10 @@ mod tests {
         let damaged = LeftOut { version: 5, ..left(Kind::Node, &json!({})) };
         cluster.leave_out(key.clone(), damaged);
         let sentence = cluster.unknown(&key).unwrap();
-        assert_eq!(sentence, "node n is stored, but the controller cannot use it (it is damaged): mend it");
+        assert_eq!(
+            sentence,
+            "node n is stored, but the controller cannot use it (it is damaged): correct it"
+        );
         node.metadata.resource_version = 4;
         cluster.insert(node.clone().into());
         assert!(cluster.left_out().get(&key).is_some(), "that is older than the damaged version");

@@ -45,7 +45,7 @@ impl About for Namespaced {
 /// The known state of a machine at the moment of a decision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Machine {
-    /// True if Kubernetes says that its kubelet is well.
+    /// True if Kubernetes reports that its kubelet is ready.
     pub is_ready: bool,
     /// True if this controller reaches its agent, or has lost it only a moment ago.
     pub is_reachable: bool,

@@ -32,7 +32,7 @@ pub struct CsiController {
     pub(super) stopping: watch::Receiver<bool>,
     pub(super) settings: Settings,
     pub(super) rooms: Arc<Rooms>,
-    /// None: people hear of nothing but answers and the log.
+    /// None: only answers and the log report anything.
     pub(super) events: Option<Events>,
     metrics: Metrics,
 }

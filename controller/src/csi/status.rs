@@ -27,7 +27,7 @@ impl IntoCsiError for RequestError {
             | RequestError::NoReplica { .. }
             | RequestError::NoDisk { .. } => CsiError::NotFound(message),
             RequestError::Exists { .. } => CsiError::Exists(message),
-            // Kubernetes asks again until it is mended.
+            // Kubernetes asks again until it is repaired.
             RequestError::LeftOut(_) => CsiError::Unavailable(message),
             // The deletion is in progress, and needs no operator.
             RequestError::Deleting(_) => CsiError::Aborted(message),

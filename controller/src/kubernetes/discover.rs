@@ -98,7 +98,7 @@ fn machine(node: &Machine) -> Option<discovery::Machine> {
     })
 }
 
-/// Returns true if Kubernetes says that the kubelet of the machine is well.
+/// Returns true if Kubernetes reports that the kubelet of the machine is ready.
 pub(super) fn is_ready(node: &Machine) -> bool {
     let mut conditions = node.status.iter().flat_map(|status| status.conditions.iter().flatten());
     conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True")

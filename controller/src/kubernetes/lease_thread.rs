@@ -81,7 +81,7 @@ impl LeaseThread {
         Ok(LeaseThread { state, release: Some(release), _beating: beating })
     }
 
-    /// Waits until this controller has the lease, and returns its number as a leader; `looked` hears the
+    /// Waits until this controller has the lease, and returns its number as a leader; `looked` gets the
     /// outcome of each call before that.
     ///
     /// # Errors

@@ -140,7 +140,7 @@ async fn handle_one(
         SignError::Call(call) if [404, 409, 422].iter().any(|code| is_code(call, *code)) => {
             tracing::warn!(request = found.metadata.name, error = %call, "a request is not decided");
         }
-        // All other requests would fail too, for a reason that is none of theirs.
+        // All other requests would fail too, for a reason that has nothing to do with them.
         SignError::Tls(_) | SignError::Call(_) => return Err(error),
     }
     attempts.failed(&error);

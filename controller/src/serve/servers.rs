@@ -31,7 +31,8 @@ const STOP_LIMIT: Duration = Duration::from_secs(5);
 const KEEPALIVE: Duration = Duration::from_secs(10);
 /// The most calls of one sidecar at once; more wait.
 const CSI_CALLS_MAX: usize = 256;
-/// The most calls of one connection with TLS at once; more wait. A stranger may send requests of 64 KiB.
+/// The most calls of one connection with TLS at once; more wait. A client without a certificate may send
+/// requests of 64 KiB.
 const TLS_CALLS_MAX: usize = 64;
 
 type Ended = Result<(), tonic::transport::Error>;

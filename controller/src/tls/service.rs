@@ -98,7 +98,7 @@ impl ControllerTls for TlsApi {
         let chain = enrolled.map_err(|error| {
             let (token, node) = (token.id(), &node_name);
             match error {
-                // A stranger shall not fill the log.
+                // A client without a certificate must not fill the log.
                 TlsError::Authority(
                     AuthorityError::Token(TokenError::Unknown) | AuthorityError::Request(_),
                 ) => tracing::debug!(token, node, %error, "a node may not join"),

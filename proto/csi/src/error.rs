@@ -9,8 +9,8 @@ use tonic::Status;
 
 /// The reason why a call fails. Each variant is one status code.
 ///
-/// Kubernetes takes `Aborted`, `Unavailable` and `TooSlow` for "not known how far it came": it asks again,
-/// and undoes later. Every other one has to mean that nothing was left behind.
+/// For Kubernetes, `Aborted`, `Unavailable` and `TooSlow` mean that the result is unknown: it asks again, and
+/// undoes later. Every other one has to mean that nothing was left behind.
 #[derive(Debug, Error)]
 pub enum CsiError {
     /// An argument is missing, or can never work.

@@ -190,7 +190,7 @@ where
             let status = refusal.status(path);
             let reason = status.message();
             match refusal {
-                // A stranger shall not fill the log.
+                // A client without a certificate must not fill the log.
                 CallRefusal::NoCertificate => tracing::debug!(%address, path, reason, "call refused"),
                 _ => tracing::warn!(%address, path, reason, "call refused"),
             }

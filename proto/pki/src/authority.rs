@@ -82,7 +82,7 @@ pub enum AuthorityError {
     /// The request is not for a certificate of that kind.
     #[error(transparent)]
     Request(#[from] RequestError),
-    /// The name is none.
+    /// The name is not valid.
     #[error(transparent)]
     Name(#[from] NameError),
     /// The token is refused.
@@ -271,7 +271,7 @@ impl Authority {
         Ok(vec![leaf.der().clone(), authority])
     }
 
-    /// Revokes the certificate with this serial, or the certificates of this role. Returns how many.
+    /// Revokes the certificate with this serial, or the certificates of this role. Returns their number.
     ///
     /// # Errors
     /// [`AuthorityError::NothingToRevoke`].

@@ -36,7 +36,7 @@ const PORT: u16 = 80;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ConnectError {
-    /// The address is none.
+    /// The text is not an address.
     #[error("{0} has no host: use HOST:PORT")]
     NoHost(Uri),
     /// DNS does not know it.

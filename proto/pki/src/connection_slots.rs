@@ -1,4 +1,4 @@
-//! Open connections that count: those with a certificate, and those of strangers.
+//! Open connections that count: those with a certificate, and those without.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};

@@ -117,7 +117,8 @@ impl<T: AsyncRead + Unpin> AsyncRead for Guarded<T> {
                 return Poll::Ready(Err(error));
             }
         }
-        // A stranger that sends nothing, not even the first bytes of HTTP, would keep its place for ever.
+        // A client without a certificate that sends nothing, not even the first bytes of HTTP, would keep its
+        // place.
         if read.is_pending()
             && let Limit::Stranger { timer, .. } = &mut self.limit
             && timer.as_mut().poll(context).is_ready()

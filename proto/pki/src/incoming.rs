@@ -1,5 +1,5 @@
-//! Accepts TLS connections. Handshakes run beside each other with limits, so that no stranger holds up the
-//! others.
+//! Accepts TLS connections. Handshakes run beside each other with limits, so that no client without a
+//! certificate delays the others.
 
 use std::collections::HashMap;
 use std::io;

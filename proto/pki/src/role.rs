@@ -72,7 +72,7 @@ pub enum NameError {
     Uri(String),
 }
 
-/// Shortens a text of a stranger for an error.
+/// Shortens a text of an unknown client for an error.
 fn shown(text: &str) -> String {
     text.chars().take(80).collect()
 }

@@ -207,7 +207,7 @@ pub struct EngineStatus {
     pub pid: Option<u32>,
     /// The progress of the process; a new phase is reported at once.
     pub phase: EnginePhase,
-    /// The reason for people; empty if all is well.
+    /// The reason for people; empty without a problem.
     pub message: String,
     /// The generation of the engine.
     pub generation: Generation,
@@ -331,7 +331,7 @@ pub struct MemberStatus {
     pub address: String,
     /// The state of the replica.
     pub mode: MemberMode,
-    /// The reason why the replica is not a member, or why requests wait for a member. Empty: all is well.
+    /// The reason why the replica is not a member, or why requests wait for a member. Empty: no problem.
     pub message: String,
     /// The number of times that requests had to wait for the replica, because it was late and the others
     /// could not continue without it.
@@ -395,7 +395,7 @@ pub struct ReplicaStatus {
     /// The number of failures in a row, including earlier processes.
     #[serde(default)]
     pub failures: u32,
-    /// The reason for people; empty if all is well.
+    /// The reason for people; empty without a problem.
     pub message: String,
     /// `unix:<path>` and `tcp:<ip>:<port>`.
     pub addresses: Vec<String>,

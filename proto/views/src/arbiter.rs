@@ -122,8 +122,8 @@ impl Arbiter {
         Some(self.stale_since).filter(|since| *since > 0)
     }
 
-    /// Returns the renewed record after an engine without a grant has committed the view `committed`, since the record
-    /// is known to be stale. The engine had more than half of every view in which another one may have
+    /// Returns the renewed record after an engine without a grant has committed the view `committed` since
+    /// the record became stale. The engine had more than half of every view in which another one may have
     /// continued. From here on, every asking engine has to have honoured that view or a newer one; earlier
     /// grants do not matter any more.
     #[must_use]

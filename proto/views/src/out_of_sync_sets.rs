@@ -3,8 +3,8 @@
 use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{Members, ReplicaId, View};
 
-/// Returns the replicas whose out-of-sync sets are kept in vain by a replica that keeps those of `tracks`.
-/// The volume does not have these replicas any more. The volume has the `wanted` ones, and those of `views`,
+/// Returns the replicas whose out-of-sync sets a replica that keeps those of `tracks` does not need. The
+/// volume does not have these replicas any more. The volume has the `wanted` ones, and those of `views`,
 /// which have to be all views that the replica knows and its engine honours.
 ///
 /// A wrong removal loses no data: if one member of a first view has no set for a replica, that replica

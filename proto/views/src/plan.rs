@@ -36,7 +36,7 @@ pub struct StartPlan {
     pub basis: Basis,
     /// Members of the first view.
     pub members: Members,
-    /// Replicas that the views would take as members and that are none, and why.
+    /// Replicas that are members by the views but not of this plan, with the reason.
     pub unfit: Vec<(ReplicaId, String)>,
     /// Replicas that do not know the views that they were in, or whose disk was restored to an older state. A
     /// replica that knows none at all is blank too if others know some. Blank replicas do not count, and get

@@ -183,10 +183,10 @@ pub enum Whom {
     Engine(u64),
 }
 
-/// Messages are held back until it is mended.
+/// Messages are held back until it is repaired.
 #[derive(Clone, Copy, Debug)]
 pub struct Cut {
-    /// To mend this one and no other.
+    /// To repair this one and no other.
     pub id: u64,
     /// The affected connections.
     pub whom: Whom,

@@ -355,7 +355,7 @@ impl Process {
     /// Follows the replicas that the controller has given the volume.
     async fn follow_replicas(&self) {
         if self.exchange_replicas() {
-            // A member that does not forget keeps the out-of-sync set in vain.
+            // A member that does not forget keeps an out-of-sync set that nothing needs.
             shorthorn_recovery::give_up(self).await;
         }
     }

@@ -336,7 +336,7 @@ impl Simulation {
         self.forget_if_over(id);
     }
 
-    /// Holds the messages of a dead engine back until `until` has mended that.
+    /// Holds the messages of a dead engine back until `until`.
     pub fn hold_messages_of(&mut self, engine: u64) -> u64 {
         let id = self.fresh();
         self.cuts.push(Cut { id, whom: Whom::Engine(engine), to_replica: true, to_engine: false });

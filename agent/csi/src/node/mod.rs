@@ -29,7 +29,7 @@ use crate::arguments;
 use crate::dead_mounts::DeadMounts;
 use crate::volumes::{Volume, Volumes, VolumesError};
 
-/// kubelet gives up after two minutes. It should hear why before.
+/// kubelet gives up after two minutes. It should get the reason before that.
 const CALL_LIMIT: Duration = Duration::from_secs(100);
 
 /// The settings of the service on this node.

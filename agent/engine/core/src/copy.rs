@@ -51,7 +51,7 @@ pub(crate) struct Copy {
     zeroes: ZeroBlocks,
     /// True if the piece is read again, from another source, after all replicas have answered.
     starts_over: bool,
-    /// For how long requests have waited for this copy because each replica had not answered.
+    /// For each replica, the time for which requests have waited for this copy because it had not answered.
     held_up_ms: [u64; MAX_MEMBERS],
 }
 
@@ -320,7 +320,7 @@ impl Copy {
         peers.iter().for_each(|peer| self.held_up_ms[usize::from(peer)] += step_ms);
     }
 
-    /// Returns the first target for which requests have waited longer than `limit_ms`, and for how long.
+    /// Returns the first target for which requests have waited longer than `limit_ms`, and that time.
     pub fn held_up_beyond(&self, limit_ms: u64) -> Option<(PeerIndex, u64)> {
         let held_up_ms = |peer: PeerIndex| self.held_up_ms[usize::from(peer)];
         self.targets.iter().map(|peer| (peer, held_up_ms(peer))).find(|(_, ms)| *ms > limit_ms)

@@ -382,7 +382,7 @@ pub enum Output {
     Awaited {
         /// The index of the replica.
         peer: PeerIndex,
-        /// For how long it has owed the answer.
+        /// The time for which it has owed the answer.
         late_ms: u64,
         /// True if it does not answer PING either.
         is_silent: bool,

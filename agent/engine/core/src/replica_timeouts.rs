@@ -143,11 +143,11 @@ impl Steady {
 struct Others {
     prompt: Quorum,
     alive: Quorum,
-    /// For how long the view has been changing, if it is.
+    /// The time for which a change of the view has run, if one runs.
     changing_ms: Option<u64>,
 }
 
-/// For how long a replica owes answers.
+/// The time for which a replica owes answers.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Debt {
     /// To the oldest request, proposal or mark.
@@ -166,7 +166,7 @@ impl Debt {
     }
 }
 
-/// For each replica, for how long it owes answers.
+/// For each replica, the time for which it owes answers.
 pub(crate) type Debts = [Debt; MAX_MEMBERS];
 
 impl ReplicaTimeouts {
@@ -282,7 +282,7 @@ impl ReplicaTimeouts {
         self.is_out_of_touch
     }
 
-    /// Returns for how long each replica owes answers.
+    /// Returns the time for which each replica owes answers.
     pub fn debts(&self, slots: &Slots, membership: &Membership, marks: &Marks, now_ms: u64) -> Debts {
         let mut debts = Debts::default();
         let mut owe = |peers: PeerMask, since_ms: u64| {
@@ -405,7 +405,7 @@ impl ReplicaTimeouts {
     }
 }
 
-/// Returns by how much longer than others the request may take.
+/// Returns the time by which the request may take longer than others.
 fn extra_ms(slot: &Slot) -> u64 {
     match slot.operation {
         Operation::Discard | Operation::WriteZeroes { .. } => {

@@ -434,7 +434,7 @@ pub async fn propose_to<L: Link>(
 }
 
 /// Makes one replica that has stored the committed view mark it as committed, and forget the out-of-sync sets
-/// that it keeps in vain.
+/// that it does not need.
 ///
 /// # Errors
 /// Nothing is lost: a mark that gets lost leaves more to honour at the next start, and out-of-sync sets stay

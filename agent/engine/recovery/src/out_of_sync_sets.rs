@@ -1,4 +1,4 @@
-//! Out-of-sync sets that replicas keep in vain: every handshake examines and forgets them.
+//! Deletes out-of-sync sets that replicas do not need. Every handshake examines them.
 
 use shorthorn_types::{MarkRegions, Members, ReplicaId, ReplicaReport, View};
 use shorthorn_views::{lacks_room, out_of_sync_sets_to_forget};
@@ -15,7 +15,7 @@ pub(crate) async fn forget<L: Link>(link: &mut L, gone: &Members) -> Result<(), 
     Ok(())
 }
 
-/// Makes a replica that has to store `target` forget out-of-sync sets that it keeps in vain, if it has no
+/// Makes a replica that has to store `target` delete out-of-sync sets that it does not need, if it has no
 /// room for more. Otherwise it could never again store a view that leaves a member out. `honoured` is the
 /// view that the start honours.
 pub(crate) async fn make_room<L: Link>(
@@ -32,9 +32,9 @@ pub(crate) async fn make_room<L: Link>(
     forget(link, &out_of_sync_sets_to_forget(&welcome.tracks, wanted, known().chain([target]))).await
 }
 
-/// Makes a replica forget the out-of-sync sets that it keeps in vain. The replica has a new
-/// control connection. No other set begins on it meanwhile. That would take the control connection, which the
-/// caller holds, or a view, and then the replica is in a view.
+/// Makes a replica forget the out-of-sync sets that it does not need. The replica has a new control
+/// connection. No other set begins on it meanwhile. That would take the control connection, which the caller
+/// holds, or a view, and then the replica is in a view.
 ///
 /// # Errors
 /// The replica has not forgotten them. If it has refused, the connection can be used all the same: the next

@@ -305,8 +305,8 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
             }
             begun => begun,
         };
-        // The next attempt reads another member. If the replica is to blame, the members take turns in vain.
-        // An expansion since makes the layers of an honest member too short.
+        // The next attempt reads another member. If the replica is to blame, the members take turns, and each
+        // attempt fails. An expansion since makes the layers of an honest member too short.
         let has_grown = size_before != self.engine.size_bytes();
         let state = begun.map_err(|error| match error.is_invalid() && !has_grown {
             true => RebuildError::while_reading(source, "beginning a copy of the layers of a member")(error),

@@ -80,7 +80,7 @@ impl Serving<'_> {
             self.publish(|engine| engine.change_scrub(ScrubStatus::stop));
             return Ok(());
         };
-        // An operator who orders a scrub checks the volume: late replicas may try again.
+        // An operator who requests a scrub checks the volume: late replicas may try again.
         self.standings = Default::default();
         self.context().known_peers().iter().for_each(|(index, _)| self.rebuild_tasks.end_delay(*index));
         self.scrubs += 1;

@@ -4,7 +4,7 @@
 //! within a second. A member that answers is moved only if the other members that answer are a majority of
 //! the view. The previously moved one has to be a member again. Otherwise the volume would lose its majority
 //! for that time, or for good if the new address does not work. A member that does not answer at its former
-//! address any more is moved at once if the others are a majority. If they are none, it gets the time of a
+//! address any more is moved at once if the others are a majority. If they are not, it gets the time of a
 //! late replica first: its silence may be short, and the volume would stop.
 //!
 //! A member whose address changes back before it was moved stays: its connections are those of this address.
@@ -245,7 +245,7 @@ mod tests {
             let all: Vec<PeerIndex> = (0..).take(MAX_MEMBERS).collect();
             let mut moves = moves(&all);
             for mut peers in rounds {
-                // A member that was given up is none.
+                // A replica that was given up is not a member.
                 moves.under_way.iter().for_each(|peer| peers[usize::from(*peer)] = AWAY);
                 let view_members = away + peers.iter().filter(|peering| peering.is_member).count();
                 let before = moves.under_way.clone();

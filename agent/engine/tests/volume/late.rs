@@ -50,7 +50,7 @@ fn one_of_three_whose_disk_hangs_is_dropped_and_comes_back_later_each_time() {
     load.wait_for_writes(100);
     for turn in 0..3 {
         if turn == 2 {
-            // An operator who orders a scrub lets late replicas try again.
+            // An operator who requests a scrub lets late replicas try again.
             let scrub = ScrubCommand { bytes_per_s: 0, repair: false };
             volume.request(&ProcessCommand::Scrub { scrub: Some(scrub) });
         }

@@ -39,7 +39,7 @@ const REQUEST_TIMEOUT_S: u64 = 15;
 const NO_TIMEOUT: u64 = 0;
 /// The timer that the driver gives the requests of a device with [`NO_TIMEOUT`].
 const DEFAULT_TIMER_MS: u32 = 30_000;
-/// The timer that they get instead: how long requests wait after the next engine has come. The block layer
+/// The timer that they get instead: the wait of requests after the next engine has started. The block layer
 /// rounds it up by a second. Each time it runs out, the driver logs a line ("Possible stuck request") without
 /// a limit. At 2 s, the driver logs at most one line in 2 s for each of the volume's 128 requests while the
 /// volume stands still.
@@ -236,7 +236,7 @@ impl KernelQueue {
 
     /// Makes a new connection after one broke. This is the one thing here that allocates; it happens after a
     /// failure only.
-    fn mend(&mut self, io: &mut QueueIo<'_>) {
+    fn reconnect(&mut self, io: &mut QueueIo<'_>) {
         self.broken |= self.service.take_lost();
         let is_closed = self.is_quiesced || self.closed.load(Ordering::Acquire);
         if !self.broken || !self.service.has_room() || is_closed {
@@ -269,13 +269,13 @@ impl QueueFrontend for KernelQueue {
 
     fn on_completion(&mut self, io: &mut QueueIo<'_>, completion: Completion) -> io::Result<()> {
         self.service.on_completion(io, completion);
-        self.mend(io);
+        self.reconnect(io);
         Ok(())
     }
 
     fn complete(&mut self, io: &mut QueueIo<'_>, slot: u16, outcome: Result<(), Errno>) {
         self.service.complete(io, slot, outcome);
-        self.mend(io);
+        self.reconnect(io);
     }
 
     fn flush(&mut self, io: &mut QueueIo<'_>) {
@@ -308,7 +308,7 @@ struct NbdDevice {
     kernel_ends: Vec<OwnedFd>,
     /// The broken connections, until the reconnecting thread has taken the receiver.
     broken: Option<Receiver<OwnedFd>>,
-    /// No connection is to be mended any more.
+    /// No connection needs a new socket any more.
     closed: Arc<AtomicBool>,
     /// See [`FrontendSpec::refuses_requests`].
     refuses_requests: bool,
@@ -422,7 +422,7 @@ impl NbdDevice {
         }
         if let Some(broken) = self.broken.take() {
             link::spawn_reconnect(target, broken, Arc::clone(&self.closed))
-                .map_err(|source| system("start the thread that mends NBD connections", source))?;
+                .map_err(|source| system("start the thread that repairs NBD connections", source))?;
         }
         if !new {
             self.catch_up(index, &name)?;

@@ -102,7 +102,7 @@ impl ZeroStep {
 /// The reason why nothing was planned.
 #[derive(Debug, Error)]
 pub enum PlanError<E> {
-    /// The range is none that the volume can serve.
+    /// The volume cannot serve the range.
     #[error(transparent)]
     Range(#[from] RangeError),
     /// The extents of a file could not be read.

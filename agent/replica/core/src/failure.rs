@@ -23,7 +23,7 @@ pub const FAILURES_FORGIVEN_AFTER: Duration = Duration::from_secs(3600);
 /// The state of the record on the disk after a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordOutcome {
-    /// Durable: data may be gone, and how often in a row the replica has failed.
+    /// Durable: data may be gone, and the number of failures in a row.
     Counted,
     /// Data may be gone: durable, or for as long as the boot of the host. The count could not be kept.
     Uncounted,

@@ -169,8 +169,7 @@ impl Executor {
         }
     }
 
-    /// Reads once more, because a layer was repaired meanwhile. A block that was removed from it read as
-    /// zeroes.
+    /// Reads again, because a layer was repaired meanwhile. A block that was removed from it read as zeroes.
     pub(super) fn plan_again(&mut self, slot: u16, ring: &mut Ring) {
         let Work { header, blocks, .. } = *self.work(slot);
         let range = header.range().unwrap_or(blocks);
@@ -197,7 +196,7 @@ impl Executor {
             Err(errno) => Some(errno),
             Ok(count) => match piece.after(count) {
                 Some(rest) if rest.first > piece.first => return self.write(slot, rest, ring),
-                Some(_) => Some(Errno::IO), // not a single block: it would go on like this for ever
+                Some(_) => Some(Errno::IO), // not a single block: the request would repeat without an end
                 None => None,
             },
         };

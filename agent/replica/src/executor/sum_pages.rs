@@ -33,7 +33,7 @@ enum State {
     Loading,
     /// The page is being written as it is in memory.
     Writing,
-    /// The page is read or written in vain, because its sums do not count any more.
+    /// The result of reading or writing the page is not used, because its sums do not count any more.
     Orphan,
 }
 

@@ -44,7 +44,7 @@ pub enum StoreError {
         /// The problem.
         source: ChainError,
     },
-    /// The range is none that the volume can serve.
+    /// The volume cannot serve the range.
     #[error(transparent)]
     Range(#[from] RangeError),
     /// Another program has the directory open.

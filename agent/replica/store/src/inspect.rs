@@ -116,7 +116,7 @@ pub struct Problem {
 pub enum Severity {
     /// The directory is not usable.
     Error,
-    /// The next open mends it.
+    /// The next open repairs it.
     Repair,
     /// Good to know.
     Note,
@@ -171,7 +171,7 @@ pub fn inspect(path: impl AsRef<Path>) -> Result<Inspection, StoreError> {
 
 /// Puts the text of a repair into the future tense: an open would do it, and nothing has been done yet.
 fn future(message: &str) -> String {
-    format!("the next open mends this: {message}")
+    format!("the next open repairs this: {message}")
 }
 
 fn problem(severity: Severity, message: impl Into<String>) -> Problem {

@@ -132,7 +132,7 @@ impl Store {
         store.mended()
     }
 
-    /// Returns the store with its head mended, if that may be needed after a crash.
+    /// Returns the store with its head repaired, if a crash may have damaged it.
     fn mended(mut self) -> Result<Store> {
         if self.opening.was_dirty() && !self.medium.is_read_only() {
             let mended = self.mend_head();
@@ -333,7 +333,7 @@ impl Store {
     /// Records that data may be lost if the result of an operation says so.
     pub(crate) fn recording_loss<T>(&mut self, mut result: Result<T>) -> Result<T> {
         if let Err(StoreError::NotDurable { recorded, .. }) = &mut result {
-            // Whether it fails by that, and how often it has, is for the caller to say.
+            // The caller decides whether the replica fails by that, and counts its failures.
             *recorded = self.record_lost_cache(self.boot.failures()).is_ok();
         }
         result

@@ -242,7 +242,7 @@ fn disks_have_to_keep_replicas() {
     use Level::{Failed, Warned};
     assert_ill(|facts| facts.disks.clear(), "disks", Warned, "no disk", "disk discover");
     let problem = |facts: &mut Facts| facts.disks[0].problem = "mounted read-only".to_owned();
-    assert_ill(problem, "disks", Failed, "/data/a: mounted read-only", "mend");
+    assert_ill(problem, "disks", Failed, "/data/a: mounted read-only", "repair the file system");
     for (kind, level, message) in [
         ("tmpfs", Failed, "does not keep replicas"),
         ("fuse.sshfs", Failed, "does not keep replicas"),

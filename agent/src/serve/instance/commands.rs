@@ -94,7 +94,7 @@ impl Hub {
         Ok(())
     }
 
-    /// Sets how much copying may take; see the node API.
+    /// Sets the limits of copies; see the node API.
     ///
     /// # Errors
     /// [`NodeError::Precondition`] if it is not the engine of that attachment.

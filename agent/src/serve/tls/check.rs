@@ -7,7 +7,7 @@ use crate::serve::config::Config;
 use crate::serve::tls::enrolment::kubeconfig_of;
 use crate::serve::tls::{load, now};
 
-/// A remark for the operator; none: TLS is not used, or all is well.
+/// A remark for the operator; none: TLS is not used, or has no problem.
 ///
 /// # Errors
 /// A problem that keeps this node from being served by TLS, with its remedy.

@@ -102,7 +102,7 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-/// The finding of a reconciler for a condition: all is well, or the reason and the sentence.
+/// The finding of a reconciler for a condition: no problem, or the reason and the sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finding {
     /// The condition holds.

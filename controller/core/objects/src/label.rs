@@ -53,7 +53,7 @@ impl Label {
 /// Returns the labels of these texts.
 ///
 /// # Errors
-/// [`LabelError`] for the first that is none.
+/// [`LabelError`] for the first text that is not a label.
 pub fn labels(texts: impl IntoIterator<Item = impl AsRef<str>>) -> Result<Labels, LabelError> {
     texts.into_iter().map(|text| Label::new(text.as_ref())).collect()
 }

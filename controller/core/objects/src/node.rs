@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use super::{Conditions, Metadata};
 use crate::{Label, Labels, Timestamp, schema};
 
-/// In how many steps the free space of a disk is stored: each step is a write of the node, which volumes look
-/// at.
+/// The number of steps in which the free space of a disk is stored. Each step is a write of the node, and
+/// wakes reconcilers of volumes.
 const FREE_STEPS: u64 = 100;
 /// The share of a new disk that is left to other users, in percent.
 pub const RESERVED_PERCENT: u64 = 10;

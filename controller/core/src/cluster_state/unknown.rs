@@ -21,33 +21,34 @@ impl ClusterState {
         &self.left_out
     }
 
-    /// The sentence about the object of that key if it is not here only because it was left out.
+    /// Returns the sentence about the object of that key, if it is absent only because it was left out.
     #[must_use]
     pub fn unknown(&self, key: &Key) -> Option<String> {
         let left_out = self.left_out.get(key)?;
         (self.version(key) == 0).then(|| refusal(key, left_out))
     }
 
-    /// The same of the first object of a volume: the volume, its engine or one of its replicas.
+    /// Returns that sentence about the first such object of a volume: the volume, its engine or one of its
+    /// replicas.
     #[must_use]
     pub fn unknown_of(&self, volume: &str) -> Option<String> {
         self.left_out.of_volume(volume).find_map(|(key, _)| self.unknown(key))
     }
 
-    /// The same of the first replica of a volume.
+    /// Returns that sentence about the first such replica of a volume.
     #[must_use]
     pub fn unknown_replica_of(&self, volume: &str) -> Option<String> {
         let mut replicas = self.left_out.of_volume(volume).filter(|(key, _)| key.kind == Kind::Replica);
         replicas.find_map(|(key, _)| self.unknown(key))
     }
 
-    /// The same of each replica of a volume that may be a member of its view.
+    /// Returns that sentence about each such replica of a volume that may be a member of its view.
     pub fn unknown_members_of<'a>(&'a self, volume: &'a str) -> impl Iterator<Item = String> + use<'a> {
         let replicas = self.left_out.of_volume(volume).filter(|(key, _)| key.kind == Kind::Replica);
         replicas.filter(|(_, left_out)| !left_out.has_failed()).filter_map(|(key, _)| self.unknown(key))
     }
 
-    /// The same of the first volume, engine or replica that may be on `node`.
+    /// Returns that sentence about the first such volume, engine or replica that may be on `node`.
     #[must_use]
     pub fn unknown_on(&self, node: &str) -> Option<String> {
         let mut there =

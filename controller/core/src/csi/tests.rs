@@ -297,7 +297,7 @@ fn nodes_are_known_by_name_and_zone() {
 fn an_object_whose_name_no_volume_can_have_is_not_listed() {
     let mut cluster = ClusterState::default();
     for name in ["b", "a.b", "a", "c"] {
-        let left_out = LeftOut::new(Kind::Volume, None, "it is damaged", "mend it");
+        let left_out = LeftOut::new(Kind::Volume, None, "it is damaged", "correct it");
         cluster.leave_out(Key::new(Kind::Volume, name), left_out);
     }
     assert_eq!(unknown_volumes(&cluster, "").collect::<Vec<_>>(), ["a", "b", "c"]);

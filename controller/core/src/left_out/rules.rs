@@ -38,14 +38,14 @@ fn leave_out(cluster: &mut ClusterState, kind: Kind, number: u64) {
         _ => json!({ "spec": { "nodeID": "a" } }),
     };
     cluster.remove(&key);
-    cluster.leave_out(key, LeftOut::new(kind, Some(&raw), "damaged", "mend it"));
+    cluster.leave_out(key, LeftOut::new(kind, Some(&raw), "damaged", "correct it"));
 }
 
 /// The same, and its text says nothing.
 fn damage(cluster: &mut ClusterState, kind: Kind, number: u64) {
     let key = key_of(kind, number);
     cluster.remove(&key);
-    cluster.leave_out(key, LeftOut::new(kind, None, "damaged", "mend it"));
+    cluster.leave_out(key, LeftOut::new(kind, None, "damaged", "correct it"));
 }
 
 fn without(kind: Kind) -> Example {
@@ -61,7 +61,7 @@ fn is_left_out<T: std::fmt::Debug>(result: Result<T, RequestError>, kind: Kind) 
     match result {
         Err(error @ RequestError::LeftOut(_)) => {
             let text = error.to_string();
-            assert!(text.contains(&key_of(kind, 3).to_string()) && text.contains("mend it"), "{text}");
+            assert!(text.contains(&key_of(kind, 3).to_string()) && text.contains("correct it"), "{text}");
         }
         other => panic!("{kind:?}: {other:?}"),
     }
@@ -140,7 +140,7 @@ fn calls_of_csi_wait_for_a_volume_that_was_left_out() {
     is_left_out(csi::unpublish(&cluster, "v", Some("a")), Kind::Volume);
     assert!(!csi::is_deleted(&cluster, "v") && !csi::is_away(&cluster, "v", Some("a")));
     assert_eq!(csi::placement(&cluster, "v"), csi::PlacementState::Pending);
-    assert!(csi::waits_for(&cluster, "v").contains("mend it"));
+    assert!(csi::waits_for(&cluster, "v").contains("correct it"));
     assert!(csi::is_deleted(&cluster, "w") && csi::is_away(&cluster, "w", None));
     // Its engine may write, wherever it was.
     let mut example = without(Kind::Engine);
@@ -204,12 +204,12 @@ fn a_disk_or_node_stays_if_a_replica_may_be_on_it_that_was_left_out() {
 fn a_drain_is_not_over_while_a_replica_may_be_there_that_was_left_out() {
     let example = without(Kind::Replica);
     let left = drain::remaining(&example.cluster, &example.agents, &example.cluster.nodes["c"]);
-    assert!(left.len() == 1 && left[0].held && left[0].message.contains("mend it"), "{left:?}");
+    assert!(left.len() == 1 && left[0].held && left[0].message.contains("correct it"), "{left:?}");
     let of_disk =
         drain::remaining_on_disk(&example.cluster, &example.agents, &example.cluster.nodes["c"], DISK);
     assert_eq!(of_disk, left);
     let on_b = drain::remaining_on_disk(&example.cluster, &example.agents, &example.cluster.nodes["b"], DISK);
-    assert!(on_b.iter().all(|left| !left.message.contains("mend it")), "{on_b:?}");
+    assert!(on_b.iter().all(|left| !left.message.contains("correct it")), "{on_b:?}");
 }
 
 /// The reason that a run records in its volume, and all else that it does.
@@ -290,7 +290,7 @@ fn a_replica_that_was_left_out_may_be_a_member_unless_its_text_says_that_it_has_
     let mut cluster = Example::new().cluster;
     for (number, raw) in [(1, json!({})), (2, json!({ "status": { "failedAt": "2026-11-26T00:00:00Z" } }))] {
         cluster.remove(&key_of(Kind::Replica, number));
-        let left_out = LeftOut::new(Kind::Replica, Some(&raw), "damaged", "mend it");
+        let left_out = LeftOut::new(Kind::Replica, Some(&raw), "damaged", "correct it");
         cluster.leave_out(key_of(Kind::Replica, number), left_out);
     }
     let members: Vec<String> = cluster.unknown_members_of("v").collect();
@@ -310,7 +310,7 @@ fn nothing_of_a_volume_that_was_left_out_goes() {
     let decision = decide(&example, &key_of(Kind::Replica, 1));
     let [Action::Write(written)] = &decision.actions[..] else { panic!("{decision:#?}") };
     let Object::Replica(written) = &**written else { panic!("{written:#?}") };
-    assert!(written.status.message.contains("mend it") && written.is_left_behind(), "{written:#?}");
+    assert!(written.status.message.contains("correct it") && written.is_left_behind(), "{written:#?}");
     // Its engine looks like one of a deleted volume.
     let engine = example.engine();
     engine.metadata.deletion_timestamp = Some(now());
@@ -346,7 +346,7 @@ fn no_node_is_safe_to_restart_that_an_unknown_object_may_need() {
         leave_out(&mut known, kind, number);
         assert_eq!(held(&known), ["a", "b", "c"], "{kind:?}");
         let hold = reboot::holds(&known, "b").remove(0);
-        assert!(hold.message.contains("not safe") && hold.message.contains("mend it"), "{hold:?}");
+        assert!(hold.message.contains("not safe") && hold.message.contains("correct it"), "{hold:?}");
         let mut damaged = example.cluster.clone();
         damage(&mut damaged, kind, number);
         assert_eq!(held(&damaged), ["a", "b", "c", "d"], "{kind:?}, whose node is not known");
@@ -356,7 +356,7 @@ fn no_node_is_safe_to_restart_that_an_unknown_object_may_need() {
     let raw = json!({ "spec": { "size": "7" } });
     refused.leave_out(
         Key::new(Kind::Volume, "new"),
-        LeftOut::new(Kind::Volume, Some(&raw), "bad size", "mend it"),
+        LeftOut::new(Kind::Volume, Some(&raw), "bad size", "correct it"),
     );
     assert!(held(&refused).is_empty());
 }

@@ -57,7 +57,7 @@ pub struct GuardPlan {
     pub report: Vec<(String, String)>,
     /// Pods to delete, because they are not needed any more or belong to another Node object.
     pub delete_pod: Vec<String>,
-    /// The same of budgets.
+    /// The same for budgets.
     pub delete_budget: Vec<String>,
 }
 

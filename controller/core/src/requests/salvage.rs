@@ -11,7 +11,7 @@ pub struct SalvageVolume {
     pub name: String,
     /// The replica that becomes the volume.
     pub replica: String,
-    /// The name once more.
+    /// The name again, as the confirmation.
     pub confirm: String,
     /// The person or program that decides.
     pub by: String,

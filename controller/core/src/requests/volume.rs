@@ -98,7 +98,7 @@ pub struct SetVolume {
     pub number_of_replicas: Option<u32>,
     /// All tags that a node must have to get a replica from now on. Existing replicas stay.
     pub node_selector: Option<Vec<String>>,
-    /// The same of disks.
+    /// The same for disks.
     pub disk_selector: Option<Vec<String>>,
     /// The data locality: disabled or best-effort.
     pub data_locality: Option<String>,

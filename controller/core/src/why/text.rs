@@ -18,7 +18,7 @@ pub(super) fn passed_ms(since: Timestamp, now: Timestamp) -> u64 {
     now.as_millisecond().saturating_sub(since.as_millisecond()).max(0).unsigned_abs()
 }
 
-/// Formats a moment, and how long ago that is.
+/// Formats a moment and its age.
 pub(super) fn age(since: Timestamp, now: Timestamp) -> String {
     let second = Timestamp::from_second(since.as_second()).unwrap_or(since);
     format!("{second} ({} ago)", duration(passed_ms(since, now) / 1000))

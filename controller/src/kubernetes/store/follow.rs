@@ -229,7 +229,7 @@ fn left_out(key: &Key, object: &DynamicObject, why: String, remedy: String) -> L
 
 fn unreadable(key: &Key, object: &DynamicObject, error: &ConvertError) -> LeftOut {
     let remedy = format!(
-        "mend it (kubectl edit {}.{GROUP} {}), or delete it if nothing is kept in it",
+        "correct it (kubectl edit {}.{GROUP} {}), or delete it if it keeps nothing of value",
         plural(key.kind),
         key.name
     );

@@ -11,7 +11,7 @@ use super::order::{List, Order};
 use crate::store::StoreError;
 use crate::store::cache::Cache;
 
-/// The known objects, and the versions that were received. Subscribers hear of each change once.
+/// The known objects, and the versions that were received. Subscribers get each change once.
 pub(super) struct Known {
     cache: Cache,
     order: Mutex<Order>,
