@@ -1,6 +1,7 @@
-//! A blocking connection to a replica, with time limits: to open it, and to ask and copy over it.
+//! A blocking connection to a replica, with time limits. The engine opens replicas, sends queries and copies
+//! over it.
 //!
-//! Requests of a frontend never go over it: once it is opened it may be given to a queue's ring.
+//! It carries no requests of a frontend. After the handshake it can become the connection of a queue.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -28,7 +29,7 @@ use thiserror::Error;
 /// less.
 const SOCKET_BUFFER_BYTES: usize = 4 << 20;
 
-/// The reason why a replica could not be opened or does not do a request.
+/// The reason why a replica could not be opened or has refused a request.
 #[derive(Debug, Error)]
 pub enum ConnectError {
     /// The text is not an address.
@@ -37,7 +38,7 @@ pub enum ConnectError {
     /// The volume no longer has the replica.
     #[error("the replica was given up")]
     GivenUp,
-    /// The replica runs in another process than the one that the engine has learned from.
+    /// The replica runs in another process than the one whose answers the engine has used.
     #[error("{OTHER_RUN}")]
     OtherRun,
     /// The connection cannot be encrypted.
@@ -60,7 +61,7 @@ pub enum ConnectError {
     /// The peer has not proven that it has the volume's secret. It counts as a replica that does not answer.
     #[error(transparent)]
     Unproven(#[from] Unproven),
-    /// The peer speaks the protocol, but not now.
+    /// The peer has sent a frame that does not fit the current step.
     #[error("unexpected {0}")]
     Unexpected(Header),
     /// A newer engine holds the replica.
@@ -71,7 +72,7 @@ pub enum ConnectError {
         /// The message of the replica.
         message: String,
     },
-    /// The replica does not take this engine, or not this request.
+    /// The replica refuses this engine, or this request.
     #[error("{message} ({errno})")]
     Refused {
         /// The message of the replica.
@@ -142,7 +143,7 @@ pub struct ReplicaConnection {
     session: Option<Session>,
 }
 
-/// To us or to the peer.
+/// The direction of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
     In,
@@ -227,8 +228,7 @@ impl ReplicaConnection {
         result
     }
 
-    /// Fills `data`, within the time that a step may take: a peer that sends a byte now and then gains
-    /// nothing.
+    /// Fills `data`, within the time that a step may take, even if the peer sends only a byte now and then.
     fn read_all(&mut self, data: &mut [u8]) -> io::Result<()> {
         let (length, mut rest) = (data.len(), data);
         self.step(Way::In, length, |connection| {
@@ -238,7 +238,7 @@ impl ReplicaConnection {
         })
     }
 
-    /// Sends `data`, within the time that a step may take: nor does a peer that takes a byte now and then.
+    /// Sends `data`, within the time that a step may take, even if the peer reads only a byte now and then.
     fn write_all_in_time(&mut self, data: &[u8]) -> io::Result<()> {
         let mut rest = data;
         self.step(Way::Out, data.len(), |connection| {
@@ -298,7 +298,7 @@ impl ReplicaConnection {
         Ok(welcome)
     }
 
-    /// Checks that the replica is alive; it counts as heard of from then on.
+    /// Sends a PING, and waits for the answer. The replica keeps the connection open for another minute.
     pub fn ping(&mut self) -> Result<(), ConnectError> {
         self.send(&Header::request(Opcode::Ping, 0, 0, 0), &[])?;
         self.receive_frame(Opcode::Ping).map(drop)
@@ -464,7 +464,7 @@ impl ReplicaConnection {
     }
 }
 
-/// Runs steps over connections that block: they never wait for anything else.
+/// Polls a future of [`shorthorn_recovery`] once. Its connections block, so it is ready at once.
 pub fn finish<T>(steps: impl Future<Output = T>) -> T {
     match pin!(steps).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(result) => result,

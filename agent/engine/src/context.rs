@@ -30,7 +30,7 @@ pub struct EngineContext {
     pub snapshot_use: SnapshotUse,
     /// True if the rebuild task of each number has not ended.
     rebuild_tasks: [AtomicBool; MAX_MEMBERS],
-    /// The most that is copied in a second; 0: no limit.
+    /// The maximum number of bytes copied per second; 0: no limit.
     bytes_per_s: AtomicU64,
     begun: Instant,
 }
@@ -41,7 +41,7 @@ pub struct Peer {
     pub endpoint: ReplicaEndpoint,
     /// True if members and core know all that it has missed.
     pub is_complete: bool,
-    /// The last view of this engine that it was in: it has stored that.
+    /// The last view of this engine that the replica was in and has stored.
     pub last_view: Option<View>,
     /// The run of its process that the engine knows: see [`Welcome::run`](shorthorn_wire::Welcome::run).
     pub run: Option<u64>,
@@ -116,7 +116,7 @@ impl EngineContext {
         self.bytes_per_s.store(bytes_per_s, Ordering::Relaxed);
     }
 
-    /// Returns the most that is copied in a second; 0: no limit.
+    /// Returns the maximum number of bytes copied per second; 0: no limit.
     pub fn bytes_per_s(&self) -> u64 {
         self.bytes_per_s.load(Ordering::Relaxed)
     }

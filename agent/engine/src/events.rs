@@ -14,7 +14,7 @@ use crate::failures::RequestError;
 pub enum MainEvent {
     /// SIGTERM or SIGINT.
     Terminate,
-    /// A client of the control socket asks for something.
+    /// A client of the control socket has sent a command.
     ControlCommand(ProcessCommand),
     /// Another view was proposed to the members.
     Proposed,
@@ -32,17 +32,17 @@ pub enum MainEvent {
     Rebuilt { peer: PeerIndex },
     /// The members are equal everywhere.
     Resynced,
-    /// The core has grown.
+    /// The core has the new size.
     Expanded { size_bytes: u64 },
     /// An expansion reports its progress.
     Expansion(ExpansionProgress),
-    /// All that can be is flushed and cleared from the members' write intent.
+    /// The members have flushed, and every region without requests is cleared from their write intent.
     ClearedAll,
-    /// The members do not read the same.
+    /// A scrub has found members that differ.
     ScrubFound { range: ByteRange, odd: Vec<PeerIndex>, repaired: bool },
     /// A member does not hold the data that was stored on it.
     RotFound { peer: PeerIndex, range: ByteRange, is_copied: bool },
-    /// A scrub has seen everything.
+    /// A scrub has compared the whole volume.
     ScrubDone,
     /// The scrub of the snapshots with this number reports.
     Snapshots { scrub: u64, progress: ScrubProgress },
@@ -52,7 +52,7 @@ pub enum MainEvent {
     Frozen(String),
     /// A newer engine holds the volume.
     Deposed { holder: Generation },
-    /// The user of the device has got an error.
+    /// The user of the device received an error.
     RequestError(RequestError),
     /// A queue cannot continue.
     QueueFailed { queue: u16, reason: String },
@@ -90,7 +90,7 @@ pub enum ScrubProgress {
     At { snapshot: String, offset_bytes: u64 },
     /// Members differ.
     Found(ScrubFinding),
-    /// The scrub has ended. `incomplete` has the reason if it has not seen everything.
+    /// The scrub has ended. `incomplete` has the reason if it did not compare everything.
     Ended { incomplete: Option<String> },
 }
 
@@ -111,7 +111,7 @@ pub enum Done {
     Repaired { from: PeerIndex },
     /// No repair was requested.
     Reported,
-    /// The range was left alone, because the right data is not known.
+    /// The range was not changed, because the right data is not known.
     Undecided,
     /// The repair failed.
     Failed(String),

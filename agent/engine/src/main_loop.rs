@@ -55,13 +55,13 @@ const LATE_LIMIT_MS: u64 = 60_000;
 /// of PINGs and proposals.
 const FLIGHT_LIMITS: FlightLimits =
     FlightLimits { bytes: ENGINE_FLIGHT_BYTES_MAX, requests: ENGINE_FLIGHT_REQUESTS_MAX };
-/// The time limit for answers to the requests in flight when the process ends. Requests that wait for an
-/// unresponsive replica do better with the next process.
+/// The time limit for answers to the requests in flight when the process ends. The next process answers
+/// requests that wait for an unresponsive replica.
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
-/// The time limit of an ending engine for the flush of the members. A flush usually takes less, and callers
-/// that stop an engine wait longer.
+/// The time limit for the flush of the members at the end of an engine. A flush usually takes less, and
+/// callers that stop an engine wait longer.
 const CLEAR_LIMIT: Duration = Duration::from_secs(5);
-/// The same while requests wait for the next process, which resyncs the regions that stay dirty.
+/// The same time limit while requests wait for the next process, which resyncs the regions that stay dirty.
 const CLEAR_DRAINED_LIMIT: Duration = Duration::from_millis(50);
 /// The maximum that the next process may have to resync: eight regions of a small volume.
 const LEFT_DIRTY_MAX_BYTES: u64 = 512 << 10;
@@ -69,10 +69,9 @@ const LEFT_DIRTY_MAX_BYTES: u64 = 512 << 10;
 /// The way in which an engine process has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// For good, by a command: its device is gone.
+    /// A command stopped it for good: its device is gone.
     Stopped,
-    /// For the next process, which continues to serve: a device of the kernel is still there, and its
-    /// requests wait.
+    /// The next process continues: the kernel still has the device, and its requests wait.
     LeftToNext,
 }
 
@@ -88,7 +87,7 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     check(&spec)?;
     // Lines logged on this thread without the field volume get it from here.
     let _in = tracing::info_span!("engine", volume = %spec.volume).entered();
-    // Before any thread is started: all of them take part in serving the device, the rebuilding ones too.
+    // Set before any thread is started: each thread takes part in serving the device, rebuild tasks too.
     if let Some(error) = protect_allocations() {
         tracing::warn!(
             volume = %spec.volume,
@@ -98,7 +97,7 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     }
     let (sender, events) = mpsc::channel();
     watch_signals(sender.clone())?;
-    // A device of the kernel does not go from one attachment to the next; clients of a socket do.
+    // A device of the kernel ends with its attachment; clients of a socket may stay for the next one.
     let continues = if spec.frontend == FrontendChoice::Socket { spec.continues } else { 0 };
     let state = EngineState::open(&spec.state_file, spec.attach, continues)?;
     let sockets = handover::take_over(state.predecessor());
@@ -156,15 +155,15 @@ fn planned(choice: FrontendChoice) -> Option<FrontendKind> {
         FrontendChoice::Ublk => Some(FrontendKind::Ublk),
         FrontendChoice::Nbd => Some(FrontendKind::Nbd),
         FrontendChoice::Iscsi => Some(FrontendKind::Iscsi),
-        // If the host has no driver, making the device fails and says so.
+        // If the host has no driver, making the device fails with that error.
         FrontendChoice::Auto => choose(None, &probe()).ok(),
     }
 }
 
-/// Returns the number of queues of a new device. On NBD one: with several sockets the kernel gives one up
-/// whose requests take 15 s, and sends them over another one. The engine may read an old copy of a write from
-/// the first one later, when a newer write is acknowledged already. On iSCSI one as well: the file of its
-/// target has one descriptor.
+/// Returns the number of queues of a new device. NBD has one queue: with several sockets, the kernel closes a
+/// socket whose requests take 15 s, and sends them over another one. The engine may read an old copy of a
+/// write from the first one later, when a newer write is acknowledged already. iSCSI has one queue too,
+/// because the file of its target has one descriptor.
 fn queues_on(kind: Option<FrontendKind>, wanted: u16) -> u16 {
     match kind {
         Some(FrontendKind::Nbd | FrontendKind::Iscsi) => 1,
@@ -192,7 +191,7 @@ fn watch_signals(events: Sender<MainEvent>) -> Result<(), EngineError> {
         .map_err(EngineError::system("starting a thread"))
 }
 
-/// A process on its way from its spec to serving, and to its end.
+/// An engine process from the reading of its spec to its end.
 struct Start<'a> {
     begin: Instant,
     spec: EngineSpec,
@@ -239,8 +238,8 @@ impl Start<'_> {
         let opened_ms = self.begin.elapsed().as_millis();
         let Prepared { queues, mut device } =
             prepare_frontend(&self.spec, &self.state, &opened, std::mem::take(&mut self.sockets))?;
-        // The device is recorded before it can be used: after a death from here on, the next process recovers
-        // it.
+        // The device is recorded before it can be used: if this process dies from here on, the next one
+        // recovers the device.
         self.state.device_goes_live(device.record())?;
         let prepared_ms = self.begin.elapsed().as_millis();
         let record = device.record();
@@ -313,7 +312,7 @@ impl Start<'_> {
         } else {
             lock(device).stop()?;
             serving.forget_device()?;
-            // No request modifies data any more: modifications of the meantime can be cleared too.
+            // No request modifies data any more, so the regions of the last modifications can be cleared too.
             if is_cleared && let Err(error) = serving.clear_all(&self.events, ending, CLEAR_LIMIT) {
                 tracing::warn!(%volume, %error, "the members could not flush the last writes");
             }

@@ -1,5 +1,5 @@
-//! Opens a volume: fences the replicas, finds the view, has the first one stored, and learns which regions
-//! have to be copied.
+//! Opens a volume: fences the replicas, plans the first view, has the replicas store it, and reads the
+//! regions to resync.
 
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
@@ -25,17 +25,18 @@ use crate::status;
 /// The time limit for members that do not answer, if the others are enough: a process that is being restarted
 /// is back by then.
 const MISSING_LIMIT: Duration = Duration::from_secs(5);
-/// The same limit if the others have lost writes that a user counts on: one of the missing replicas may have
-/// kept them.
+/// The time limit for them if the others have lost writes that a user counts on: one of the missing replicas
+/// may have kept them.
 const MEMBER_LIMIT: Duration = Duration::from_secs(30);
-/// Between two attempts to reach the replicas that are missing; the first ones come sooner, as a replica that
-/// is being restarted is back soon.
+/// The pause between two attempts to reach missing replicas. The first pauses are shorter, because a replica
+/// that restarts answers soon.
 const RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const FIRST_RETRY: Duration = Duration::from_millis(20);
-/// The time limit for a replica to store a view, and to say which sets of regions it keeps. The engine takes
-/// no command meanwhile, and the other replicas close connections that are silent for a minute.
+/// The time limit for a replica to store a view and to list its sets of regions. The engine takes no command
+/// meanwhile, and the other replicas close connections that are silent for a minute.
 const PROPOSAL_LIMIT: Duration = Duration::from_secs(45);
-/// While the arbiter or a replica is waited for: the others close connections that are silent for a minute.
+/// The interval of PINGs while the engine waits for the arbiter or a replica. The other replicas close
+/// connections that are silent for a minute.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
 
 /// A volume that may be served: its first view is committed.
@@ -44,23 +45,23 @@ pub struct Opened {
     pub view: View,
     /// The newest view of earlier engines that is known to be committed.
     pub last_view: View,
-    /// For every replica of the spec, in its order: a connection per queue, if it is a member.
+    /// A connection per queue for each member, in the order of the replicas in the spec.
     pub connections: Vec<Vec<ReplicaConnection>>,
     pub members: Vec<MemberStatus>,
     pub size_bytes: u64,
     /// Regions in which the members may differ.
     pub dirty: RegionSet,
-    /// For every replica: the regions to resync from it.
+    /// The regions to resync from each replica.
     pub resync_sources: Vec<RegionSet>,
-    /// For every replica: the regions that it has missed, as far as the members know.
+    /// The regions that each replica has missed, as far as the members know.
     pub out_of_sync: Vec<RegionSet>,
-    /// For every replica: whether that is all that it has missed.
+    /// True for each replica whose missed regions are all known.
     pub is_out_of_sync_complete: Vec<bool>,
     /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].
     pub stamp: u32,
-    /// For every replica that is not a member: the newest stamp that it was sent.
+    /// The newest stamp that each replica outside the view was sent.
     pub out_of_sync_stamps: Vec<u32>,
-    /// For every replica that was reached: the run of its process.
+    /// The run of the process of each replica that was reached.
     pub runs: Vec<Option<u64>>,
     /// A new size that was requested meanwhile.
     pub expand_to_bytes: Option<u64>,
@@ -82,20 +83,21 @@ impl Opened {
 pub enum Opening {
     /// The volume may be served.
     Open(Box<Opened>),
-    /// The process has to end before.
+    /// The process has to end before the volume is open.
     Ended(Ending),
 }
 
 /// The reason why an attempt to open the volume failed.
 #[derive(Debug)]
 enum OpenError {
-    /// Never again: a newer engine holds it, or this host fails.
+    /// Every further attempt would fail: a newer engine holds the volume, or this host fails.
     Fatal(EngineError),
     /// The process has to end.
     Ended(Ending),
-    /// Perhaps later; nothing was proposed.
+    /// A later attempt may succeed; nothing was proposed.
     Missing { reason: String, members: Vec<MemberStatus> },
-    /// Perhaps later, with a new generation: a view was proposed and may be stored somewhere.
+    /// A later attempt may succeed, with a new generation: a view was proposed, and some replica may have
+    /// stored it.
     Aborted { reason: String, members: Vec<MemberStatus> },
 }
 
@@ -113,7 +115,7 @@ impl Opener<'_> {
     /// Opens the volume; waits for replicas that are missing, and for the arbiter.
     ///
     /// # Errors
-    /// An error after which waiting is useless.
+    /// An error that a further attempt cannot repair.
     pub fn run(mut self) -> Result<Opening, EngineError> {
         let begin = Instant::now();
         let mut pause = FIRST_RETRY;
@@ -285,9 +287,9 @@ impl Opener<'_> {
 enum Heard {
     /// The arbiter has granted this view.
     Grant(View),
-    /// The volume is to have other replicas, or they are elsewhere.
+    /// The spec has other replicas, or other addresses of them.
     Replicas,
-    /// The volume is to be larger.
+    /// The spec has a larger size.
     Size,
     Nothing,
 }
@@ -295,7 +297,7 @@ enum Heard {
 /// The reason why the process does not open the volume.
 #[derive(Debug)]
 enum Stop {
-    /// This host fails.
+    /// An operation of this host failed.
     Fatal(EngineError),
     /// The process has to end.
     Ended(Ending),
@@ -332,7 +334,7 @@ type Reached = shorthorn_recovery::Reached<ReplicaConnection>;
 
 impl OpeningEngine for Attempt<'_, '_> {
     type Link = ReplicaConnection;
-    /// For every replica of the spec, in its order: a connection per queue, if it is a member.
+    /// A connection per queue for each member, in the order of the replicas in the spec.
     type Connections = Vec<Vec<ReplicaConnection>>;
     type Stop = Stop;
 
@@ -345,8 +347,8 @@ impl OpeningEngine for Attempt<'_, '_> {
             let (sender, connector) = (sender.clone(), self.connector.clone());
             thread::spawn(move || {
                 let answer = connector.connect(&endpoint, 0);
-                // The receiver is gone if the answer of another replica was fatal: then this one does not
-                // matter.
+                // The receiver is gone if the answer of another replica was fatal. This answer does not
+                // matter then.
                 let _ = sender.send((index, answer, Instant::now()));
             });
         }
@@ -379,7 +381,7 @@ impl OpeningEngine for Attempt<'_, '_> {
         Ok(reached.into_iter().map(|(_, one)| one).collect())
     }
 
-    /// Shows and logs the replicas that are not members although the views say so.
+    /// Shows and logs the replicas that are members by the views but not of the first view.
     fn planned(&mut self, _: &[FencedReplica], plan: Result<&StartPlan, &NoPlan>) {
         for (replica, why) in plan.map_or_else(|none| &none.unfit, |plan| &plan.unfit) {
             let volume = &self.opener.spec.volume;
@@ -437,7 +439,7 @@ impl OpeningEngine for Attempt<'_, '_> {
         match self.opener.wait(RETRY_INTERVAL).map_err(NotOpen::Stopped)? {
             Heard::Grant(view) => return Ok(Grant::Answered(view)),
             Heard::Replicas => return Err(NotOpen::aborted("the volume has other replicas now")),
-            // A replica that another engine has enlarged is taken only by one that knows of it.
+            // Only an engine that knows the larger size accepts a replica that another engine has enlarged.
             Heard::Size => return Err(NotOpen::aborted("the volume is to be larger now")),
             Heard::Nothing => {}
         }
@@ -555,7 +557,7 @@ impl Attempt<'_, '_> {
     }
 }
 
-/// Does the same with each replica on a thread of its own, and waits for all.
+/// Runs the same work for each replica on its own thread, and waits for all.
 fn at_once<T: Send>(reached: Vec<Reached>, act: impl Fn(Reached) -> T + Sync) -> Vec<T> {
     let act = &act;
     thread::scope(|scope| {
@@ -564,8 +566,8 @@ fn at_once<T: Send>(reached: Vec<Reached>, act: impl Fn(Reached) -> T + Sync) ->
     })
 }
 
-/// Makes a replica mark the view as committed, and opens the connections of a member. That of queue 0 exists,
-/// and those of the others are made now. Fails with the replica and the reason.
+/// Makes a replica mark the view as committed, and opens the connections of a member. The connection of queue
+/// 0 exists, and those of the other queues are made now. Fails with the replica and the reason.
 fn connect_queues(
     spec: &EngineSpec,
     mut one: Reached,

@@ -23,8 +23,8 @@ const WAKE: Token = Token { source: 3, kind: 0, index: 0, tag: 0 };
 const TICK_BUSY: Duration = Duration::from_millis(250);
 /// The interval while nothing is in flight. PINGs and the clearing of regions need no more.
 const TICK_IDLE: Duration = Duration::from_millis(1000);
-/// While the last requests are being answered. Each tick is a part of the pause that the user of the device
-/// sees.
+/// The interval while the last requests are being answered. Each tick adds to the pause that the user of the
+/// device sees.
 const TICK_DRAINING: Duration = Duration::from_millis(1);
 /// The memory that a slot keeps when the queue is idle, in bytes.
 const SLOT_KEEP_BYTES: usize = 16 << 10;
@@ -167,13 +167,13 @@ impl Running {
     /// Does one turn: waits, collects the events, lets the core decide, performs its outputs, and sends.
     fn turn(&mut self) -> Result<(), EngineError> {
         let is_idle = self.completions.is_empty() && !self.queue.shared.has_requests();
-        // An answer of the last turn is in the kernel's hands only now.
+        // The kernel gets the answers of the last turn only now.
         if is_idle && self.was_idle && self.has_grown_buffer {
             self.trim();
         }
         self.was_idle = is_idle;
         let tick = match (self.queue.shared.is_draining(), is_idle) {
-            // Nothing is waited for: the last answers have to get into the kernel's hands.
+            // Does not wait, so that the kernel gets the last answers at once.
             _ if self.drain == Drain::Quiet => Duration::ZERO,
             (true, _) => TICK_DRAINING,
             (false, true) => TICK_IDLE,
@@ -339,7 +339,7 @@ impl Running {
         }
     }
 
-    /// Reports every closed connection to the core: others may be made in their place.
+    /// Reports every closed connection to the core, which may then use new ones.
     fn record_closed(&mut self) {
         if std::mem::take(&mut self.links_closed) {
             for (link, peer) in self.queue.links.iter().zip(0..) {
@@ -353,7 +353,7 @@ impl Running {
     fn perform(&mut self) {
         // The same data is sent to every member: its check is computed once.
         let mut checked = None;
-        // When those were completed that are completed in this turn.
+        // The time of completion of all requests that are completed in this turn.
         let mut now = None;
         let mut outputs = std::mem::take(&mut self.outputs);
         for output in outputs.drain(..) {
@@ -434,8 +434,8 @@ impl Running {
         link.send(slot, operation, range, (data, buffer_offset), data_check, &mut self.events);
     }
 
-    /// Gives the memory of large requests back, unless a client takes its time for its answer or its data.
-    /// Not that of copies: one may be in progress, although nothing happens.
+    /// Returns the memory of large requests to the kernel, unless a client is slow to read an answer or to
+    /// send data. Keeps the memory of copies, because a copy may wait for a replica.
     fn trim(&mut self) {
         let queue = self.queue.index;
         if !self.queue.frontend.is_idle() {

@@ -105,7 +105,7 @@ impl RebuildTasks {
     /// Lets all rebuild tasks try at once after a change.
     pub fn retry_now(&self) {
         for commands in self.commands.iter().flatten() {
-            // An ended rebuild task needs no message.
+            // A rebuild task that has ended needs no message.
             let _ = commands.send(TaskCommand::RetryNow);
         }
     }
@@ -288,7 +288,8 @@ impl RebuildTask {
     /// Returns the pause for a replica that has answered with an error or nonsense. It grows each time, even
     /// if the rebuild task is sent again meanwhile.
     fn delay_of_offender(&mut self) -> Duration {
-        // From long before the start on: else the first time would seem to follow another one.
+        // Starts long before the start of the process, so that the first error does not seem to follow
+        // another one.
         let now = self.context.age() + Duration::from_secs(1 << 20);
         match self.standing.dropped(DropCause::Broken, now, false) {
             RebuildDelay::For(pause) => pause,

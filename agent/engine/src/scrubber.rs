@@ -1,4 +1,4 @@
-//! Comparing the members' snapshots, layer by layer, on a thread of its own.
+//! Compares the members' snapshots, layer by layer, on its own thread.
 //!
 //! Snapshots never change: no request waits for this, and it uses control connections. The members are asked
 //! for the sum of each piece of each layer, and for the one that they have kept from the last agreement.
@@ -30,9 +30,9 @@ use crate::events::{Done, MainEvent, ScrubFinding, ScrubProgress};
 use crate::pacer::Pacer;
 use sum_writer::SumWriter;
 
-/// The interval of progress reports. People read them.
+/// The interval of progress reports, which only people read.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
-/// The interval at which a scrub looks whether the one before it has ended.
+/// The interval of checking whether the previous scrub has ended.
 const TURN_INTERVAL: Duration = Duration::from_millis(100);
 const STACK_BYTES: usize = 256 << 10;
 const _: () = assert!(EMPTY_SUM == SUM_OF_NO_BLOCKS);
@@ -137,7 +137,7 @@ impl Scrubber {
         self.context.shared.send_event(MainEvent::Snapshots { scrub: self.number, progress });
     }
 
-    /// Scrubs after the end of the scrub before, which was stopped and may still look at a piece.
+    /// Waits for the previous scrub, which was stopped and may still compare a piece, and then scrubs.
     fn scrub_alone(&mut self) -> Result<(), ScrubError> {
         let context = Arc::clone(&self.context);
         let _scrubbing = loop {
@@ -401,7 +401,7 @@ mod tests {
         Arc::new(EngineContext::new(Connector::new(&spec, generation), 1, shared, Vec::new()))
     }
 
-    /// A scrub that was stopped looks at its piece to the end.
+    /// A scrub that was stopped completes its current piece.
     #[test]
     fn a_scrub_begins_after_the_end_of_the_one_before() {
         let (sender, events) = mpsc::channel();

@@ -33,11 +33,11 @@ use crate::state::EngineState;
 use crate::status::{self, Meter};
 use moves::Moves;
 
-/// The interval of reading the progress of running copies from the core. It is for people, and reading it
-/// takes the core's lock.
+/// The interval of reading the progress of running copies from the core. Reading takes the core's lock, and
+/// only people read the result.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// The interval of looking at members that are to be moved to new addresses. Requests do not wait for a move,
-/// but an old address may be removed from the host soon.
+/// The interval of checking the members that wait for a move to new addresses. Requests do not wait for a
+/// move, but an old address may be removed from the host soon.
 const MOVES_INTERVAL: Duration = Duration::from_millis(200);
 /// The interval of logging the progress of a copy. A copy takes minutes to hours.
 const LOG_INTERVAL: Duration = Duration::from_secs(30);
@@ -51,7 +51,7 @@ pub struct Serving<'a> {
     publisher: &'a Publisher,
     rebuild_tasks: RebuildTasks,
     device: SharedDevice,
-    /// The step of an expansion that is under way, or was the last.
+    /// The current step of an expansion, or the last one.
     expansion: Option<ExpansionTask>,
     view: View,
     /// The view that the arbiter was asked for.
@@ -269,7 +269,7 @@ impl<'a> Serving<'a> {
         Ok(None)
     }
 
-    /// Logs an error that the user of the device has got.
+    /// Logs an error that the user of the device received.
     pub fn log(&self, error: RequestError) {
         let volume = &self.spec.volume;
         match error {
@@ -383,7 +383,7 @@ impl<'a> Serving<'a> {
         let (volume, now) = (&self.spec.volume, Instant::now());
         match progress {
             RebuildProgress::Waiting(message) => self.publish_member(replica, |member| {
-                // Nothing is copied meanwhile: the reason counts.
+                // Nothing is copied during the pause, so the status shows the reason.
                 (member.message, member.copy) = (message, None);
             }),
             RebuildProgress::Copying { total_bytes, left_bytes } => {

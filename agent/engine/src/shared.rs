@@ -18,7 +18,7 @@ use crate::events::MainEvent;
 /// A message in the mailbox of a queue thread.
 #[derive(Debug)]
 pub enum QueueMessage {
-    /// The core wants something done.
+    /// An output of the core to perform.
     Do(Output),
     /// A new connection to a replica. The queue sends to `installed` once it has the connection.
     Connect { peer: PeerIndex, ready: ReadyConnection, installed: SyncSender<()> },
@@ -31,7 +31,7 @@ pub struct Shared {
     core: Mutex<EngineCore>,
     mailboxes: Vec<Mailbox>,
     pending: Mutex<Option<PendingView>>,
-    /// Per replica: which queues have a connection to it, as bits.
+    /// For each replica, the queues with a connection to it, as bits.
     connected: [AtomicU8; MAX_MEMBERS],
     events: Sender<MainEvent>,
     stop: AtomicBool,
@@ -96,7 +96,7 @@ impl Shared {
         self.decide(|core, outputs| core.apply(event, outputs));
     }
 
-    /// Lets another thread look at the core.
+    /// Gives another thread read access to the core.
     pub fn look<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> R {
         at(&lock(&self.core))
     }
@@ -237,7 +237,7 @@ impl Shared {
 
     /// Sends an event to the main thread.
     pub fn send_event(&self, event: MainEvent) {
-        // The main thread has gone only where the process is ending.
+        // The main thread is gone only if the process is ending.
         let _ = self.events.send(event);
     }
 

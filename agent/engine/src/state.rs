@@ -1,4 +1,4 @@
-//! State file of an engine: it survives from one process to the next on the same host.
+//! The state file of an engine, which every process of the engine on this host continues.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -23,10 +23,11 @@ struct Content {
     /// The newest view that the arbiter has granted, as far as this host knows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     granted: Option<View>,
-    /// The boot of this host in which a device of this attachment was live last; recorded before it was.
+    /// The last boot of this host in which a device of this attachment was live; stored before the device is
+    /// live.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     live_boot: Option<String>,
-    /// True if writes may be lost that the user of that device believes stored.
+    /// True if writes that the user of that device believes stored may be lost.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     lost_writes: bool,
     /// Fields of a later version.
@@ -147,7 +148,7 @@ impl EngineState {
             }
     }
 
-    /// Remembers the device, and that it may be used from here on.
+    /// Stores the record of the device, before the device can be used.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -161,7 +162,7 @@ impl EngineState {
         self.content.live_boot.is_some()
     }
 
-    /// Stores that writes may be lost that the user of the device believes stored. Without a user, the call
+    /// Records that writes that the user of the device believes stored may be lost. Without a user, the call
     /// stores nothing.
     ///
     /// # Errors
@@ -197,8 +198,8 @@ impl EngineState {
         self.store()
     }
 
-    /// Stores the content, unless the file has it: a process that takes a device over changes nothing, and
-    /// the requests of the device wait meanwhile.
+    /// Stores the content, unless the file has it already. A process that takes a device over thus saves a
+    /// write for which the requests of the device would wait.
     fn store(&mut self) -> Result<(), EngineError> {
         self.write_changed().map_err(|source| EngineError::State { path: self.path.clone(), source })
     }

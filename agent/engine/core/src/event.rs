@@ -347,7 +347,7 @@ pub enum Output {
         /// The index of the replica.
         peer: PeerIndex,
     },
-    /// The members do not read the same.
+    /// A scrub has found members that differ.
     ScrubFound {
         /// The range of the volume.
         range: ByteRange,

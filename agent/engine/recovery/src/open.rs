@@ -79,17 +79,17 @@ pub struct Opened<C> {
     pub connections: C,
     /// The regions in which the members may differ.
     pub dirty: RegionSet,
-    /// For every replica: the regions to resync from it: see [`CombinedSets::sources`].
+    /// The regions to resync from each replica: see [`CombinedSets::sources`].
     pub resync_sources: Vec<RegionSet>,
-    /// For every replica: the regions that it has missed, as far as the members know.
+    /// The regions that each replica has missed, as far as the members know.
     pub out_of_sync: Vec<RegionSet>,
-    /// For every replica: whether that is all that it has missed.
+    /// True for each replica whose missed regions are all known.
     pub is_out_of_sync_complete: Vec<bool>,
     /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].
     pub stamp: u32,
-    /// For every replica that is not a member: the newest stamp that it was sent.
+    /// The newest stamp that each replica outside the view was sent.
     pub out_of_sync_stamps: Vec<u32>,
-    /// For every replica that was reached: the run of its process.
+    /// The run of the process of each replica that was reached.
     pub runs: Vec<Option<u64>>,
 }
 

@@ -15,7 +15,7 @@ pub struct KnownPeer {
     pub is_local: bool,
     /// True if members and core know all that it has missed.
     pub is_complete: bool,
-    /// The last view of this engine that it was in: it has stored that.
+    /// The last view of this engine that the replica was in and has stored.
     pub last_view: Option<View>,
 }
 

@@ -13,7 +13,7 @@ use crate::connection::{ConnectError, ReplicaConnection};
 use crate::events::RebuildProgress;
 use crate::pacer::{Pacer, piece_bytes};
 
-/// The interval of progress reports. People read them.
+/// The interval of progress reports, which only people read.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 const BLOCK: usize = 4096;
 const _: () = assert!(BLOCK as u64 == BLOCK_BYTES);

@@ -48,7 +48,7 @@ impl Serving<'_> {
 
     /// Completes an expansion, after every replica and the core have grown.
     pub(super) fn expanded(&mut self, size_bytes: u64) -> Result<(), EngineError> {
-        // A smaller size belongs to a command that another one has overtaken.
+        // A smaller size is of an older command.
         if size_bytes >= self.spec.size_bytes { self.resize_device() } else { Ok(()) }
     }
 

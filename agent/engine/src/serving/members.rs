@@ -56,7 +56,8 @@ impl Serving<'_> {
         });
         let is_needed = 2 * members <= self.spec.replicas.len();
         let standing = &mut self.standings[usize::from(peer)];
-        // From long before the start on: else the first drop would seem to follow another one.
+        // Starts long before the start of the process, so that the first drop does not seem to follow another
+        // one.
         let now = self.begun.elapsed() + Duration::from_secs(1 << 20);
         let delay = standing.dropped(cause, now, is_needed);
         let times = standing.times_late();
