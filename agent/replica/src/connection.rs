@@ -20,8 +20,8 @@ pub(crate) struct EngineConnection {
     session: Session,
     /// The description of the peer, for logs.
     pub peer: String,
-    /// True if the connection is over: nothing is read or sent any more. It is removed when the kernel has
-    /// released it and its requests have ended.
+    /// True if nothing is read or sent on the connection any more. It is removed when the kernel has released
+    /// it and its requests have ended.
     pub ending: bool,
     /// The slot whose data is being received in place.
     pub receiving: Option<u16>,
@@ -66,7 +66,7 @@ impl EngineConnection {
         self.stream.send(&self.session.encode(response), data, Some(u32::from(slot)))
     }
 
-    /// Counts a tick. How many have since the last byte came.
+    /// Counts a tick. Returns the number of ticks since the last received byte.
     pub fn tick(&mut self) -> u32 {
         self.silent_ticks = if self.heard { 0 } else { self.silent_ticks + 1 };
         self.heard = false;

@@ -19,7 +19,7 @@ pub enum ReplicaError {
     /// Connections cannot be encrypted.
     #[error(transparent)]
     Encryption(#[from] TlsError),
-    /// The directory has no replica, and none may be made.
+    /// The directory has no replica, and the spec does not allow to create one.
     #[error(
         "{} holds no replica, and the spec does not allow to create one. If the disk is not mounted, mount \
          it. If the replica is lost, remove it and let another be rebuilt", .0.display()
@@ -59,7 +59,7 @@ pub enum ReplicaError {
          shorthorn.guard: the next start then accepts the data", .0.display()
     )]
     StateLost(PathBuf),
-    /// The saved state makes no sense.
+    /// The saved state is damaged, or of a newer version.
     #[error("{}/shorthorn.state: {source}: written by a newer version, or damaged", directory.display())]
     State {
         /// The replica's directory.
@@ -73,7 +73,7 @@ pub enum ReplicaError {
     /// The rules do not allow the request of the engine.
     #[error(transparent)]
     Denied(#[from] Denied),
-    /// A size that no volume has.
+    /// The size is larger than the maximum.
     #[error("a volume of {0} bytes is larger than the maximum, {MAX_VOLUME_BYTES}")]
     TooLarge(u64),
     /// The text is not the name of a layer.
@@ -145,8 +145,8 @@ pub enum ReplicaError {
         /// The error of the system.
         source: io::Error,
     },
-    /// The replica has failed, which its disk says, and no engine is connected any more. A new process serves
-    /// again.
+    /// The replica has failed, the failure is recorded on its disk, and no engine is connected any more. The
+    /// next process serves again.
     #[error("{message}: the process ends and is restarted; failures in a row: {in_a_row}")]
     Failed {
         /// A description of the failure.

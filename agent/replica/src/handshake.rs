@@ -29,13 +29,13 @@ pub(crate) struct ReplicaIdentity {
 /// The reason why a connection was not opened.
 #[derive(Debug, Error)]
 pub(crate) enum HandshakeError {
-    /// The peer is gone, too slow, or no socket works.
+    /// The peer has closed the connection or is too slow, or a call on the socket failed.
     #[error("the connection failed during the handshake: {0}")]
     Io(#[from] io::Error),
     /// The peer does not speak the protocol.
     #[error(transparent)]
     Frame(#[from] FrameError),
-    /// The peer sent something else first.
+    /// The first frame of the peer is not a hello.
     #[error("received {0:?} instead of a hello")]
     NoHello(Opcode),
     /// The engine wants another volume or replica.
@@ -51,7 +51,7 @@ pub(crate) enum HandshakeError {
     /// The engine does not know the secret.
     #[error("the proof is wrong: the engine does not have the secret of volume {0}")]
     Proof(VolumeName),
-    /// A queue that no engine has.
+    /// The number of the queue is above the maximum.
     #[error("queue {0} is out of bounds: the last one is {CONTROL_QUEUE}")]
     Queue(u16),
     /// The engine has not begun to encrypt.
@@ -63,7 +63,7 @@ pub(crate) enum HandshakeError {
     /// The connection could not be encrypted.
     #[error(transparent)]
     Encryption(#[from] TlsError),
-    /// A generation that no engine has.
+    /// The generation has attachment 0, which no engine has.
     #[error("generation {} is the one before any engine: attachments count from 1", Generation::NEVER)]
     Generation,
 }
@@ -92,8 +92,8 @@ pub(crate) struct Proven {
     pub session: Session,
 }
 
-/// Sends the challenge, encrypts the connection if it has to be, takes the hello and checks it, all within
-/// `timeout`; a refusal is sent.
+/// Sends the challenge, encrypts the connection if the volume needs it, and receives and checks the hello,
+/// all within `timeout`. Sends a refusal if a check fails.
 ///
 /// # Errors
 /// [`HandshakeError`]; the connection is to be dropped.
@@ -190,7 +190,7 @@ impl ReplicaIdentity {
         if claim.generation == Generation::NEVER {
             return Err(HandshakeError::Generation);
         }
-        // The most expensive check is the last.
+        // Last, because this check is the most expensive one.
         if !hello.is_proven(challenge, &self.secret) {
             return Err(HandshakeError::Proof(self.volume.clone()));
         }
@@ -198,7 +198,8 @@ impl ReplicaIdentity {
     }
 }
 
-/// A socket on which everything together has to be done before a point in time, however slowly bytes drip in.
+/// A socket with one deadline for all reads and writes together, so that a slow peer cannot prolong a
+/// handshake.
 struct Deadline<'a> {
     socket: &'a UnixStream,
     end: Instant,
@@ -336,7 +337,7 @@ mod tests {
         let (header, refusal) = refusal.unwrap();
         assert_eq!((header.id, header.status), (9, libc::EACCES));
         assert!(refusal.message.contains("encrypts in transit"), "{}", refusal.message);
-        // It is not the same over the Unix socket: such an engine might copy the data elsewhere in clear.
+        // An engine over the Unix socket has to encrypt too: it might copy the data to other hosts in clear.
         assert!(open_with(Origin::Local, &encrypted(), claim(), [3; 32]).0.is_err());
         let secret = *encrypted().secret.bytes();
         assert!(open_with(Origin::Local, &encrypted(), claim(), secret).0.is_ok());

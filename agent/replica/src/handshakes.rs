@@ -1,4 +1,4 @@
-//! Limits the simultaneous handshakes, so that silent connections keep no engine out.
+//! Limits the simultaneous handshakes, so that silent connections do not keep an engine out.
 
 use std::net::IpAddr;
 

@@ -9,13 +9,13 @@ use shorthorn_types::limits::{
 
 /// The number of requests in flight that all connections share, beyond the one that each can always have.
 pub(crate) const SHARED_SLOTS: usize = 288;
-// All that an engine sends for its frontend, eight pieces of copies, and control connections.
+// For the requests of a frontend, eight pieces of copies, and control connections.
 const _: () = assert!(SHARED_SLOTS >= 2 * ENGINE_FLIGHT_REQUESTS_MAX + 8 + CONNECTIONS_MAX);
-/// Slots in all. Every request has one, from its header until its response is sent.
+/// The total number of slots. Every request has one, from its header until its response is sent.
 pub(crate) const SLOTS: usize = SHARED_SLOTS + CONNECTIONS_MAX;
 /// The maximum data of requests in flight, beyond the one request that each connection can always have. It
-/// covers all that an engine sends for its frontend, eight pieces of copies, and four requests of control
-/// connections. So a connection is always read, and a PING is answered, however slow the disk is.
+/// covers the requests of a frontend, eight pieces of copies, and four requests of control connections. So
+/// every connection is read, and every PING is answered, however slow the disk is.
 pub(crate) const BYTES_IN_FLIGHT_MAX: u64 = 2 * ENGINE_FLIGHT_BYTES_MAX + 12 * MAX_IO_BYTES as u64;
 /// The maximum memory of free slots in bytes; the rest is returned to the kernel at once.
 pub(crate) const SLOT_MEMORY_MAX: u64 = 4 << 20;
@@ -33,10 +33,10 @@ const _: () = assert!(BLOCK_BYTES_USIZE as u64 == BLOCK_BYTES);
 pub(crate) const REQUEST_BLOCKS_MAX: usize = MAX_IO_BYTES as usize / BLOCK_BYTES_USIZE + 1;
 /// Blocks at the start of a slot's buffer in which the two edges of a write are read.
 pub(crate) const EDGE_BLOCKS: usize = 2;
-/// A slot's buffer: the edges, and the blocks of the request behind them.
+/// The size of a slot's buffer: the edges, and the blocks of the request behind them.
 pub(crate) const SLOT_BYTES: usize = (EDGE_BLOCKS + REQUEST_BLOCKS_MAX) * BLOCK_BYTES_USIZE;
 
-/// Discards and writes of zeroes that are executed at once; the others wait their turn.
+/// The maximum number of discards and writes of zeroes that run at once; others wait.
 pub(crate) const ZERO_JOBS_MAX: usize = 4;
 /// The bytes of a discard or write of zeroes that are planned at a time, which bounds the length of a plan.
 pub(crate) const ZERO_PLAN_BYTES: u64 = 4 << 20;
@@ -49,15 +49,15 @@ pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The interval at which the data thread looks for silent connections and unused memory. Neither is urgent,
 /// and an idle replica must not wake up often.
 pub(crate) const TICK: Duration = Duration::from_secs(5);
-/// After so many ticks without a byte from an engine (which pings when it has nothing else to say) its
-/// connection is closed: 60 seconds.
+/// The number of ticks without a byte after which a connection is closed: 60 seconds. An idle engine sends
+/// PINGs.
 pub(crate) const SILENT_TICKS_MAX: u32 = 12;
 /// The interval of reading the free space for the status. People and the scheduler need no newer figure.
 pub(crate) const STATUS_PERIOD: Duration = Duration::from_secs(30);
 /// The time for which engines get the last known free space before the file system is asked again. Each queue
 /// of an engine asks about once a second, and a newer figure has no use.
 pub(crate) const FREE_SPACE_PERIOD: Duration = Duration::from_secs(1);
-/// Stack of a thread that does nothing deep.
+/// The stack size of a thread without deep calls.
 pub(crate) const SMALL_STACK_BYTES: usize = 256 << 10;
 
 /// Pages of sums that are kept in memory, each for 2 MiB of the volume.
@@ -71,12 +71,12 @@ pub(crate) const SUM_PIECE_BYTES: u64 = 256 << 10;
 pub(crate) const SUM_BUSY_SHARE: u64 = 8;
 /// The interval of searching clean regions while others are to be summed. Sums are not urgent.
 pub(crate) const SUM_LOOK_INTERVAL: Duration = Duration::from_secs(1);
-/// Between two looks for regions that hold data, at the start: one takes some milliseconds.
+/// The pause between two searches for regions that hold data, at the start. A search takes some milliseconds.
 pub(crate) const SUM_SEARCH_PAUSE: Duration = Duration::from_millis(100);
 /// The pause before storing sums is tried again after a lack of space, and the longest pause between two
 /// regions.
 pub(crate) const SUM_SPACE_INTERVAL: Duration = Duration::from_secs(60);
-/// With less space on the disk no sums are stored: the volume needs it more.
+/// The free space below which the replica stores no sums: the volume needs the space more.
 pub(crate) const SUM_FREE_BYTES_MIN: u64 = 64 << 20;
 /// Rotten blocks that a process logs; all are counted.
 pub(crate) const REPORTED_ROTTEN_MAX: u64 = 16;

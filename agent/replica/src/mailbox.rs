@@ -14,13 +14,13 @@ use shorthorn_wire::{Header, Session};
 pub(crate) enum Message {
     /// An engine has proven its identity, for this engine and queue.
     Candidate(QueueId, Box<Candidate>),
-    /// No engine of a lower generation may use the replica from here on.
+    /// A command to refuse every engine of a lower generation from now on.
     Fence(Generation),
     /// End.
     Stop,
 }
 
-/// An engine that has said hello and waits for the answer.
+/// An engine that has sent its hello and waits for the answer.
 #[derive(Debug)]
 pub(crate) struct Candidate {
     /// The connection.
@@ -48,7 +48,7 @@ pub(crate) struct Inbox {
 }
 
 impl Mailbox {
-    /// Creates both ends. The memory behind them is never given back: make them once.
+    /// Creates both ends. The memory behind them is never released, so call this once.
     ///
     /// # Errors
     /// The error of eventfd or mmap.

@@ -1,4 +1,4 @@
-//! The process: from the spec to a serving replica, and back to a clean directory.
+//! Runs a replica process: reads the spec, serves, and leaves a clean directory.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -45,10 +45,11 @@ pub fn run(spec_file: &Path) -> Result<(), ReplicaError> {
     let mut store = open_store(&spec)?;
     let mut owner = Owner::of(&spec);
     let views = load_views(&mut store, &mut owner, &spec)?;
-    // After the state: it says whether the directory is of this replica at all.
+    // After the state is loaded, which shows whether the directory belongs to this replica.
     store.bind(&directory_fingerprint(spec.secret.bytes(), spec.encrypt_in_transit))?;
     let loaded = Loaded::load(&mut store, &owner, views, spec.sum_bytes_per_s)?;
-    // Only the process that holds the directory may take the sockets: another one may be serving it.
+    // Only the process that holds the lock of the directory may replace the sockets: another process may be
+    // serving.
     let listeners = Listeners::bind(&spec.data_socket, spec.data_address)?;
     let woken = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map(Arc::new);
     let woken = woken.map_err(|errno| ReplicaError::system("make an eventfd", errno))?;
@@ -105,7 +106,7 @@ fn open_store(spec: &ReplicaSpec) -> Result<Store, ReplicaError> {
     // boot of the host.
     let loss_record = Some(spec.control_socket.with_extension("lost"));
     let store = if there {
-        // A replica that lacks data serves all the same: it is to be rebuilt, and reports its state.
+        // A replica that lacks data serves too: an engine has to rebuild it, and it reports its state.
         let options = OpenOptions { accept_rebuilding: true, loss_record, ..OpenOptions::default() };
         Store::open(directory, options)?
     } else {
@@ -175,7 +176,7 @@ fn publish_addresses(publisher: &Publisher) -> Box<dyn Fn(Vec<String>) + Send> {
     })
 }
 
-/// The data thread, and how to reach it.
+/// The data thread, with the handles to send it messages.
 struct DataThread {
     thread: JoinHandle<Result<(), ReplicaError>>,
     mailbox: Mailbox,
@@ -209,7 +210,7 @@ impl DataThread {
     }
 }
 
-/// Waits for a signal, a stop, or the end of the data thread; looks after the status meanwhile.
+/// Waits for a signal, a stop, or the end of the data thread; updates the status meanwhile.
 fn wait(
     signals: &SignalFd,
     woken: &EventFd,

@@ -10,7 +10,7 @@ use crate::limits::{BYTES_IN_FLIGHT_MAX, CONNECTIONS_MAX, SHARED_SLOTS, SLOTS};
 ///
 /// Every connection can always have one request in flight, of any size. So connections never block each other
 /// for good: each makes progress, if slowly. All other slots, and a number of bytes, are shared. A connection
-/// that finds them used up waits, and the longest waiting is served first.
+/// that finds none left waits. The one that has waited longest is served first.
 #[derive(Debug)]
 pub(crate) struct Slots {
     pool: SlotPool,

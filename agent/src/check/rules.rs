@@ -33,7 +33,7 @@ const LOOPBACK: &str = "lo";
 /// Sockets of others on one of so many ports of replicas are too many.
 const FOREIGN_PORTS_PART: usize = 10;
 
-/// Makes all checks.
+/// Runs all checks.
 pub fn examine(facts: &Facts) -> Vec<HostFinding> {
     let checks = [
         kernel(facts),
@@ -232,9 +232,8 @@ fn disks(facts: &Facts) -> Vec<HostFinding> {
 fn disk(disk: &DiskFacts) -> HostFinding {
     let (path, quoted) = (disk.path.display(), quoted(&disk.path));
     if !disk.problem.is_empty() {
-        let remedy = format!(
-            "findmnt -T {quoted}; journalctl -k -n 50  # repair the file system, or remove the disk"
-        );
+        let remedy =
+            format!("findmnt -T {quoted}; journalctl -k -n 50  # repair the file system, or remove the disk");
         return failed("disks", format!("{path}: {}", disk.problem), remedy);
     }
     let kind = disk.filesystem.as_str();

@@ -7,17 +7,17 @@ use crate::objects::{Frontend, Key, Object, RebuildLimits, Replica, ReplicaTarge
 use crate::observed::InstanceKey;
 use crate::{ClusterState, NodeName};
 
-/// A small step. The shell carries the steps of a decision out in order, and gives the rest up at the first
-/// that fails. The next decision starts from the state after that.
+/// A small step. The shell performs the steps of a decision in order, up to the first that fails. The next
+/// decision starts from the state after that.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Stores the object if the stored one still has its resource version.
     Write(Box<Object>),
     /// Removes the object if it still has this resource version.
     Remove(Key, u64),
-    /// Asks the agent of a node for something.
+    /// Calls the agent of a node.
     Call(NodeName, AgentCall),
-    /// Sends an event to people.
+    /// Records an event for people.
     Emit(Event),
 }
 
@@ -66,7 +66,7 @@ pub enum AgentCall {
         /// The oldest attachment that may use it. Stored before.
         attach: u64,
     },
-    /// Orders a running engine to expand its volume.
+    /// Makes a running engine expand its volume.
     ExpandEngine {
         /// The volume of the engine.
         volume: VolumeName,
@@ -75,7 +75,7 @@ pub enum AgentCall {
         /// The new size.
         size_bytes: u64,
     },
-    /// Makes the data of a stopped replica the truth of its volume.
+    /// Salvages a stopped replica: its data becomes the data of the volume.
     SalvageReplica {
         /// The disk that its directory is on.
         disk_path: String,
@@ -225,7 +225,7 @@ impl AgentCall {
 pub struct Event<A = Key> {
     /// The object of the event.
     pub about: A,
-    /// True if the event is a trouble.
+    /// True for a warning.
     pub warning: bool,
     /// The reason: a word for programs.
     pub reason: &'static str,

@@ -22,13 +22,13 @@ struct ClaimRecord {
 /// The relevant part of a PersistentVolume of Shorthorn's driver.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PersistentVolume {
-    /// The volume that it is.
+    /// The volume that it provides.
     pub handle: String,
     /// Available, Bound, Released, Failed, Pending.
     pub phase: String,
     /// True if the volume is to be deleted with it.
     pub deletes: bool,
-    /// True if its deletion was asked for.
+    /// True if it is being deleted.
     pub is_deleting: bool,
     /// The claim that it is bound to, or was last, as NAMESPACE/NAME.
     pub claim: Option<String>,
@@ -45,7 +45,7 @@ impl PersistentVolume {
     }
 }
 
-/// The PersistentVolumes of our driver, and which volumes they are.
+/// The PersistentVolumes of our driver, with their volumes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Claims {
     by_name: BTreeMap<String, PersistentVolume>,

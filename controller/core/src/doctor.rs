@@ -45,7 +45,7 @@ impl Check {
     }
 }
 
-/// The controller that looks.
+/// The controller that runs the checks.
 #[derive(Clone, Copy, Debug)]
 pub struct Controller<'a> {
     /// The version of the controller.
@@ -56,7 +56,7 @@ pub struct Controller<'a> {
     pub limits: Limits,
 }
 
-/// Makes all checks.
+/// Runs all checks.
 #[must_use]
 pub fn examine(cluster: &ClusterState, agents: &Agents, controller: Controller<'_>) -> Vec<Check> {
     let doctor = Doctor { cluster, agents, controller };
@@ -78,7 +78,7 @@ pub fn examine(cluster: &ClusterState, agents: &Agents, controller: Controller<'
         .collect()
 }
 
-/// Returns the worst findings first, and not too many.
+/// Returns the worst findings first, at most [`FINDINGS_MAX`].
 fn bounded(mut findings: Vec<SetupFinding>) -> Vec<SetupFinding> {
     findings.sort_by_key(|finding| std::cmp::Reverse(finding.outcome));
     let more = findings.len().saturating_sub(FINDINGS_MAX);

@@ -22,7 +22,7 @@ const NAME_BYTES_MAX: usize = 200;
 pub enum Correlation {
     /// The event is sent under this name.
     New(String),
-    /// The event was sent under this name, and has happened so often.
+    /// The event was sent under this name, and has occurred this number of times.
     Repeated(String, u32),
     /// The event was sent. The repetition is sent later, if the event continues.
     Counted,
@@ -42,7 +42,7 @@ impl About for Key {
     }
 }
 
-/// The events of late.
+/// The recent events.
 #[derive(Clone, Debug)]
 pub struct EventCorrelator<A = Key> {
     series: BTreeMap<Event<A>, Series>,

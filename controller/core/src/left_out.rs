@@ -19,9 +19,9 @@ pub struct LeftOut {
     pub why: String,
     /// The steps by which an operator repairs the object.
     pub remedy: String,
-    /// The stored version that cannot be used; 0: the store does not say.
+    /// The stored version that cannot be used; 0 if the store does not have it.
     pub version: u64,
-    /// The nodes that its text names; none: that cannot be read either.
+    /// The nodes that its text names; none if they cannot be read either.
     nodes: Option<BTreeSet<String>>,
     /// The disk that its text names.
     disk_path: Option<String>,
@@ -155,7 +155,7 @@ fn volume_of(key: &Key) -> Option<&str> {
     }
 }
 
-/// The sentence about an object that stands in the way.
+/// Returns the sentence about an object that prevents an operation.
 #[must_use]
 pub fn refusal(key: &Key, left_out: &LeftOut) -> String {
     let LeftOut { why, remedy, .. } = left_out;

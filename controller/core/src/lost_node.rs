@@ -1,6 +1,6 @@
-//! Giving up a node that never comes back.
+//! Gives up a node that never comes back.
 //!
-//! The operator has its object deleted; from there on no step of the node itself is waited for. Its replicas
+//! The operator deletes its object. From then on the controller waits for no answer of the node. Its replicas
 //! are removed once the engine of their volume serves without them and has forgotten them, or with their
 //! volume. Everything else takes its usual course. An engine there is stopped or fenced before another one is
 //! started, and a replica that may be in the view stays. The object stays until no other one names the node.
@@ -24,7 +24,7 @@ pub fn is_named(cluster: &ClusterState, node: &str) -> bool {
         || cluster.unknown_on(node).is_some()
 }
 
-/// The operator's word that a node never comes back.
+/// The operator's request to give up a node.
 #[derive(Clone, Debug, Default)]
 pub struct DeleteNode {
     /// The node.
@@ -60,7 +60,7 @@ impl DeleteNode {
         if node.spec.allow_scheduling && !self.force {
             return Err(RequestError::NodeNotCordoned(name()));
         }
-        // No engine follows that of a volume that is to be deleted.
+        // A volume that is being deleted gets no further engine.
         let is_kept = |name: &&str| !cluster.volumes[*name].is_deleting();
         let engines: Vec<&str> =
             drain::attached_to(cluster, &self.name).into_iter().filter(is_kept).collect();
@@ -82,7 +82,8 @@ impl DeleteNode {
             return Err(RequestError::NodeHasMajority { node: name(), volumes });
         }
         let mut node = node.clone();
-        // Nothing else: a store may take a deletion and other changes by calls of their own.
+        // Nothing else is changed, because a store may need separate calls for a deletion and for other
+        // changes.
         node.metadata.deletion_timestamp = Some(now);
         Ok(Change::Store(node))
     }

@@ -106,7 +106,7 @@ pub struct Attachment {
     pub claim: Option<Namespaced>,
     /// The name that the driver has for the volume.
     pub handle: String,
-    /// True if it is on its way out.
+    /// True if it is being deleted.
     pub is_deleting: bool,
 }
 
@@ -127,9 +127,9 @@ pub enum KeepReason {
     Time(Duration),
     /// The pod belongs to its node.
     OfItsNode(Owner),
-    /// No volume of ours that is attached there is one of its.
+    /// The pod uses no volume of ours that is attached there.
     NotOurs,
-    /// A disk of this driver is one of its, and may be written on.
+    /// The pod uses a disk of this driver, and may write to it.
     OtherDriver(String),
     /// The pod was deleted already, and the owners of these finalizers still have to act.
     Finalizers(Vec<String>),
@@ -221,7 +221,7 @@ fn why_not(machine: Machine, pod: &Pod, attachments: &[Attachment], now: Timesta
     if let Some(driver) = other_driver(machine, pod, attachments) {
         return Some(KeepReason::OtherDriver(driver));
     }
-    // Nothing more can be said than that it has ended.
+    // Only the end of the pod can still be reported.
     (pod.is_ended_by_force && !pod.finalizers.is_empty())
         .then(|| KeepReason::Finalizers(pod.finalizers.clone()))
 }

@@ -6,7 +6,7 @@ use crate::objects::{ConditionType, Node, Robustness, Volume, VolumeState};
 use crate::observed::{Agents, Detail};
 use crate::{ClusterState, NodeName, drain};
 
-/// The most matters of a sort that are listed; more are counted.
+/// The maximum number of listed matters of each kind; more are counted.
 pub const MATTERS_MAX: usize = 50;
 /// The maximum number of listed names for each version.
 pub const NAMES_MAX: usize = 5;

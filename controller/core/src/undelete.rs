@@ -226,7 +226,7 @@ pub fn undelete(
     Ok(Undeletion { replicas, engine, volume: Some(volume) })
 }
 
-/// The last of the volumes of a name that were deleted.
+/// The last deleted volume of a name.
 struct Life<'a> {
     name: VolumeName,
     /// The directories that were deleted with it, with their records, by replica.

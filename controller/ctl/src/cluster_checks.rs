@@ -30,7 +30,7 @@ const INSTALL: &str =
 /// A finding: severity, message, and remedy.
 type CheckFinding = Option<(CheckOutcome, String, String)>;
 
-/// Makes all checks.
+/// Runs all checks.
 pub(super) async fn examine(cluster: &Cluster) -> Vec<CheckOutput> {
     let checks = [
         ("lease", "a controller leads", lease(cluster).await),

@@ -131,7 +131,7 @@ impl Executor {
     ) {
         self.requests.ended(slot);
         if slot == SUM_SLOT && self.block_sums.job.is_void() {
-            // The layers may be other ones by now.
+            // An operation on the directory may have changed the layers meanwhile.
             self.requests.fail(slot, Errno::IO);
             return self.go_on(slot, kind, ring);
         }

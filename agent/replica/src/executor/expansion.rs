@@ -79,7 +79,7 @@ impl Executor {
     /// Replaces the files of the sets after the volume has grown.
     fn adopt_grown(&mut self, grown: Grown) -> Result<(), StoreError> {
         for (key, bytes) in &grown.files {
-            // A repair of the directory may have swept it up.
+            // A repair of the directory may have deleted the file.
             let adopted = self.store.adopt_regions(*key);
             let file = adopted.or_else(|_| self.store.make_regions(*key, bytes))?;
             self.region_sets.put_file(*key, file);

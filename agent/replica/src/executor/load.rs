@@ -75,8 +75,8 @@ fn open_sets(store: &Store, state: &ReplicaState, region_sets: &mut RegionSets) 
 }
 
 /// Returns the file of the sums of blocks, if an account is kept of the regions that have none. Otherwise no
-/// sum counts from now on. So it is if the file cannot be had: sums are worth less than a replica that
-/// starts.
+/// sum counts from now on. The same holds if the file cannot be opened or created: a replica without sums is
+/// better than none.
 fn open_sums(store: &mut Store, state: &mut ReplicaState) -> Result<Option<BlockSumsFile>, ReplicaError> {
     if state.intent_log().keeps_sums() {
         match store.open_block_sums() {

@@ -1,6 +1,7 @@
-//! Blocks that were copied as rot, as no member had another copy: they stay known until they get other data.
+//! Tracks lost blocks: no member had a sound copy, so their rot was copied. They stay known until they get
+//! other data.
 //!
-//! The record on the disk says it of a block whatever that holds, until the block has got other data.
+//! A block counts as lost while the record on the disk names it, whatever data it holds.
 
 use shorthorn_replica_core::{After, is_final};
 use shorthorn_store::{
@@ -41,7 +42,8 @@ impl BlockSums {
             Err(error) if is_final(error.errno()) => {
                 return Err(ReplicaError::LostBlocksUnwritten(error.errno()));
             }
-            // They are lost all the same, unless another program gets the directory.
+            // They count as lost in this process. They are forgotten only if another program opens the
+            // directory.
             Err(error) => {
                 tracing::warn!(%error, "blocks that are lost and torn by a crash could not be recorded")
             }
@@ -51,7 +53,7 @@ impl BlockSums {
         Ok(())
     }
 
-    /// Knows every recorded block as lost.
+    /// Records every block of the record as lost.
     pub(super) fn know_lost(&mut self) {
         self.known.keep_lost(self.lost.keys().copied());
     }

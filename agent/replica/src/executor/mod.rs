@@ -165,7 +165,8 @@ impl Executor {
         self.block_sums.pages.release_unused();
     }
 
-    /// Begins to execute the request in `slot`. It comes out of [`Executor::take_finished`], maybe at once.
+    /// Begins to execute the request in `slot`. [`Executor::take_finished`] returns it at its end, maybe at
+    /// once.
     pub fn start(&mut self, slot: u16, ring: &mut Ring) {
         let started = if self.state.failure().is_some() { Err(Errno::IO) } else { self.begin(slot, ring) };
         if let Err(errno) = started {
@@ -187,7 +188,7 @@ impl Executor {
                 // The regions are recorded first: otherwise a crash would leave unknown differences between
                 // the replicas.
                 if self.is_admitted(slot, range, ring)? {
-                    // Not before: a request that is not admitted modifies nothing.
+                    // After the admission, because a request that waits modifies nothing.
                     self.record_rot_of_head(slot)?;
                     self.sums_follow(slot, range);
                     self.modify(slot, range, ring)?;
@@ -260,7 +261,7 @@ impl Executor {
         Some(buf)
     }
 
-    /// Returns true if the kernel has nothing to do for us.
+    /// Returns true if no operation is in flight in the kernel.
     pub fn is_idle(&self) -> bool {
         self.in_flight.is_idle() && self.region_sets.is_idle()
     }

@@ -160,8 +160,8 @@ impl Server {
         }
     }
 
-    /// Stops without answering the requests in flight: to engines the replica seems to fail, and it is about
-    /// to end anyway.
+    /// Stops without answering the requests in flight. Engines then treat the replica as failed, and it is
+    /// about to end anyway.
     fn stop(&mut self) {
         tracing::info!("stopping");
         self.stopping = true;
@@ -232,7 +232,7 @@ impl Server {
         for index in self.connections.indices() {
             let waits = self.slots.is_waiting(index);
             let Some(connection) = self.connections.get(index) else { continue };
-            // A connection that waits for a slot is not read, and so cannot be blamed for its silence.
+            // A connection that waits for a slot is not read, so it does not count as silent.
             if connection.tick() >= SILENT_TICKS_MAX && !waits {
                 self.end(index, "nothing was heard of the engine for too long");
             }
@@ -250,7 +250,7 @@ impl Server {
         if self.executor.has_served_long() && self.failure.forgive() {
             self.status.forgiven();
         }
-        // The disk may hang: an engine that is connected is answered all the same.
+        // Only without a connected engine: the disk may hang, and engines need their answers.
         if self.failure.has_failed() && self.is_quiet() && self.executor.retry_record_of_failure() {
             tracing::warn!("recorded that data may be gone");
             self.failure.failed(Instant::now());

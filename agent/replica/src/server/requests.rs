@@ -18,13 +18,13 @@ const INLINE_DATA_BYTES: usize = RECEIVE_BYTES / 4;
 
 /// The result of parsing the start of a connection's receive buffer.
 enum Parsed {
-    /// A request that needs this slot's data first, which is all there.
+    /// A complete request in this slot.
     Ready(u16),
     /// The request needs more bytes.
     MoreBytes,
     /// The request needs a free slot.
     NoSlot,
-    /// The connection is of no more use.
+    /// The connection has to end.
     Broken(String),
 }
 

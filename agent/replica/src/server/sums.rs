@@ -7,7 +7,7 @@ use super::Server;
 use crate::executor::OperationResult;
 
 impl Server {
-    /// Begins to look at a piece of a layer; [`Server::respond_check`] answers.
+    /// Begins to read a piece of a layer for a check; [`Server::respond_check`] answers.
     pub(super) fn take_check_layer(&mut self, index: u16, slot: u16, header: &Header) {
         let Some(asked) = self.text::<LayerRange>(index, slot, header) else { return };
         if let Err(error) = self.executor.start_check(slot, &asked, &mut self.ring) {

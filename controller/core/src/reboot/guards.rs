@@ -42,7 +42,7 @@ pub struct GuardPod {
     pub message: String,
     /// True if the pod runs no more, because the machine had no room for it or ended it.
     pub has_ended: bool,
-    /// True if it is on its way out.
+    /// True if it is being deleted.
     pub is_deleting: bool,
 }
 

@@ -22,7 +22,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
             DesireState::Stopped => stop(engine, node, agent),
         },
     };
-    // Last, because a stray that cannot be stopped must not hold up anything.
+    // Last, because an engine that cannot be stopped must not delay other actions.
     stop_strays(context, engine, node, &mut decision);
     decision
 }
@@ -128,7 +128,7 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, agent: &Observed
     let shown = instance.and_then(observed_engine);
     let mut decision = Decision::nothing();
     match (instance, shown) {
-        // Without the number it could be any engine: it is neither taken for this one nor stopped.
+        // Without the number it could be any engine, so it is neither used nor stopped.
         (_, Some(shown)) if shown.attach.is_none() => {
             let message = "the agent does not say which attachment its engine is for: upgrade it".to_owned();
             let status = EngineStatus { current_state: CurrentState::Error, message, ..cleared(engine) };
@@ -308,7 +308,8 @@ fn stop(engine: &Engine, node: &NodeName, agent: &ObservedAgent) -> Decision {
     let key = InstanceKey::engine(&engine.spec.volume_name);
     let mut decision = Decision::nothing();
     let instance = agent.instances.get(&key);
-    // Stored as stopped and shown all the same: a start call that came late. It is fenced, but in the way.
+    // Stored as stopped, but still running: a start call came late. The engine is fenced, but prevents the
+    // next start.
     let shown = instance.is_some_and(|instance| is_older(instance, engine.spec.attach));
     let call = AgentCall::StopInstance { instance: key.clone(), attach: engine.spec.attach };
     if engine.status.current_state == CurrentState::Stopped {
@@ -320,7 +321,7 @@ fn stop(engine: &Engine, node: &NodeName, agent: &ObservedAgent) -> Decision {
     let failure = agent.failures.get(&key).map(|failure| &failure.message);
     let status = stopping(engine, agent, failure);
     if status != engine.status {
-        // Shown first; the change brings the next run, which calls.
+        // The status is stored first. Its change causes the next run, which makes the call.
         write_status(&mut decision, engine, status);
         return decision;
     }

@@ -1,4 +1,4 @@
-//! Robustness of a volume, and whether it can start.
+//! Decides on the robustness of a volume, and on the start of its engine.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -142,11 +142,11 @@ fn said(message: &str) -> &str {
 
 /// The decision on starting the engine now.
 pub(super) enum Readiness {
-    /// With these replicas.
+    /// Start with these replicas.
     Ready(BTreeMap<ReplicaId, ReplicaTarget>),
     /// The start has to wait: the rest of the time limit, and the missing replicas.
     Wait(Duration, String),
-    /// Too few, and the time limit is over.
+    /// Too few replicas are available, and the time limit is over.
     TooFew(String),
 }
 
@@ -174,13 +174,13 @@ pub(super) fn readiness(
             }
         }
     }
-    // Each of the unknown ones may be a member.
+    // Each unknown replica may be a member.
     let members = members_in_view(replicas, first_members) + unknown.len();
     missing.extend(unknown);
     if all == 0 {
         missing.push("the volume has none".to_owned());
     }
-    // With half of them the arbiter has to take the place of the others: as a rule they get the time to come.
+    // Half of them would need the arbiter's grant, so the others usually get the time to answer.
     let needed = members.div_ceil(2).max(1);
     let needed_at_once = if node_was_lost { needed } else { members / 2 + 1 };
     let is_enough =

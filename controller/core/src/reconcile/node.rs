@@ -17,8 +17,8 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         (Some(node), _) => node.clone(),
         (None, _) if context.cluster.unknown(&Key::new(Kind::Node, name)).is_some() => return decision,
         (None, Some(agent)) if !agent.from_object => Node::new(name, context.now),
-        // Known by an object that is gone: it is given up, and this controller has not got round to
-        // forgetting it.
+        // The object of the node is gone: the operator has given the node up, and this controller has not
+        // forgotten it yet.
         (None, _) => return decision,
     };
     if node.metadata.is_deleting()
@@ -53,7 +53,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
             decision.emit(Key::new(Kind::Node, name), is_warning, reason, message);
         }
     }
-    // Last, because a process that hangs must not hold up anything.
+    // Last, because a process that hangs must not delay other actions.
     stop_forgotten(context, &node_name, &lost, &mut decision);
     stop_ownerless(context, &node_name, &mut decision);
     decision
@@ -120,7 +120,7 @@ fn stop_forgotten(context: &Context<'_>, node: &NodeName, lost: &[String], decis
     }
 }
 
-/// Returns whether a node is lost, back, or new: the flag for a trouble, and the words.
+/// Returns the event if a node is lost, back, or new: true for a warning, the reason, and the message.
 fn event_of(node: &Node, found: &Finding) -> Option<(bool, &'static str, String)> {
     let name = &node.metadata.name;
     let was_ready = node.status.conditions.get(ConditionType::Ready).map(|ready| ready.status);

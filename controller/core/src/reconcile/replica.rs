@@ -97,7 +97,7 @@ fn stop_first(replica: &Replica, agent: &ObservedAgent) -> Decision {
         ..replica.status.clone()
     };
     if failure.is_some() && status != replica.status {
-        // Shown first; the change brings the next run, which tries again.
+        // The status is stored first. Its change causes the next run, which tries again.
         write_status(&mut decision, replica, status);
         return decision;
     }
@@ -179,7 +179,7 @@ fn stop(context: &Context<'_>, replica: &Replica, agent: &ObservedAgent) -> Deci
     let stopped = status.current_state == CurrentState::Stopped;
     let failure = agent.failures.get(&key).map(|failure| &failure.message);
     if let Some(failure) = failure.filter(|failure| !stopped && **failure != status.message) {
-        // Shown first; the change brings the next run, which tries again.
+        // The status is stored first. Its change causes the next run, which tries again.
         status.message.clone_from(failure);
         write_status(&mut decision, replica, status);
         return decision;
@@ -257,7 +257,7 @@ fn is_replaced(context: &Context<'_>, volume: &Volume, replica: &Replica) -> boo
 fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
     let owner = Key::new(Kind::Volume, replica.spec.volume_name.as_str());
     if let Some(message) = context.cluster.unknown(&owner) {
-        // Nothing tells whether it wants the data.
+        // No object shows whether the volume needs the data.
         let mut decision = Decision::nothing();
         write_status(&mut decision, replica, ReplicaStatus { message, ..replica.status.clone() });
         // A change of the volume wakes its own replicas, and not those that it has left behind.
@@ -311,7 +311,7 @@ fn remove(
             decision.emit(about, true, "ReplicaForgotten", forgotten(context, replica));
             decision.actions.push(remove);
             if let Reachability::Reachable(_) = reachability {
-                // After that: a process whose disk hangs may not end, and nothing waits for it.
+                // Afterwards: the removal does not wait for a process whose disk hangs.
                 decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance: key, attach: 0 });
             }
             return decision;
@@ -328,7 +328,7 @@ fn remove(
             }
             ask_for_deletion(&mut decision, replica, &record);
             decision.actions.push(remove);
-            // A call that has failed is tried for as long as a node is that does not answer.
+            // A failed call is repeated for as long as the controller waits for an unreachable node.
             let since = volume.and_then(|(volume, _)| volume.metadata.deletion_timestamp);
             let left = since.map_or(Duration::ZERO, |since| remaining(since, UNREACHABLE_AFTER, context.now));
             obstacle(agent, &key, stray.map(|(instance, _)| instance)).map(|failure| (failure, left))
@@ -344,7 +344,7 @@ fn remove(
     let status =
         ReplicaStatus { message, deletion_record: is_left.then_some(record), ..replica.status.clone() };
     if status != replica.status {
-        // Shown first; the change brings the next run, which tries again.
+        // The status is stored first. Its change causes the next run, which tries again.
         decision = Decision::nothing();
         write_status(&mut decision, replica, status);
     }

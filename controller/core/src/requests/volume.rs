@@ -75,7 +75,7 @@ pub fn ask_for_deletion(
         return Ok(Change::AlreadySo(volume.clone()));
     }
     let mut volume = volume.clone();
-    // Nothing else: a store may take a deletion and other changes by calls of their own.
+    // Nothing else is changed, because a store may need separate calls for a deletion and for other changes.
     volume.metadata.deletion_timestamp = Some(now);
     Ok(Change::Store(volume))
 }

@@ -104,8 +104,8 @@ impl<'a, V> Sorted<'a, V> {
     }
 }
 
-/// Returns the most bytes that can be scheduled on one disk of the node, as far as its object shows. None: no
-/// disk takes a replica.
+/// Returns the most bytes that can be scheduled on one disk of the node, as far as its object shows. None if
+/// no disk accepts a replica.
 pub(crate) fn largest_room_bytes(cluster: &ClusterState, node: &Node, limits: Limits) -> Option<u64> {
     let scheduled = cluster.replicas.scheduled_on(&node.metadata.name);
     let room = |(path, spec): (&String, &DiskSpec)| {

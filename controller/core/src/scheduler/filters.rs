@@ -1,4 +1,4 @@
-//! The filters, each of which says why.
+//! The filters of the scheduler. Each one explains its decision.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use crate::{Label, Labels};
 /// A rule that can remove a node, or a disk of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Filter {
-    /// The administrator wants no new replicas there.
+    /// The administrator has cordoned the node or disk.
     Cordon,
     /// The agent has to answer.
     Ready,

@@ -20,7 +20,7 @@ pub struct Removal {
     pub reason: String,
 }
 
-/// No place for a replica: why not, by node.
+/// The lack of a place for a replica, with the reason of each node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlacementRefusal {
     /// The number of replicas that have a place.

@@ -50,7 +50,7 @@ pub(super) fn scores(request: &PlacementRequest, choice: &Choice<'_>) -> Scores 
 
 /// Compares two choices with their scores.
 pub(super) fn compare(one: &(Scores, Choice<'_>), other: &(Scores, Choice<'_>)) -> Ordering {
-    // Names make it definite.
+    // Names decide between equal scores.
     let names = || {
         let ((_, one), (_, other)) = (one, other);
         (&one.node.name, &one.disk.path).cmp(&(&other.node.name, &other.disk.path))

@@ -61,7 +61,7 @@ impl Run<'_> {
         }
     }
 
-    /// Takes the grant for reported once all that is stored of the members is as new as the granted view.
+    /// Counts the grant as reported once the stored status of every member is as new as the granted view.
     pub(super) fn record_reported_grant(&mut self) {
         let status = &self.stored.status;
         let (Some(granted), true) = (status.arbiter.granted(), status.grant_unreported) else { return };
@@ -70,7 +70,7 @@ impl Run<'_> {
         let members = members.filter(|(_, member)| member.mode == MemberMode::Member).map(|(id, _)| *id);
         let is_stored = members.collect::<BTreeSet<_>>() == served.members.iter().collect()
             && self.context.cluster.unknown_replica_of(&self.stored.metadata.name).is_none();
-        // Without the engine, they are all that is known of the view.
+        // Without the engine, the replicas alone show the view.
         let has_left = |replica: &&Replica| {
             served.members.contains(replica.spec.replica_id) || replica.status.failed_at.is_some()
         };

@@ -62,7 +62,7 @@ impl Run<'_> {
             return;
         }
         if current {
-            // The engine may wait for a replica that comes back, perhaps at another address.
+            // The engine may wait for a replica that returns at another address.
             self.send_replica_addresses(engine, &self.replicas.clone());
         }
         let frozen = current && status.phase == Some(EnginePhase::Frozen) && !self.is_being_granted();
@@ -98,7 +98,7 @@ impl Run<'_> {
             None => REPLICA_WAIT,
         };
         let first_members = &self.stored.status.first_members;
-        // Of an engine that there never was none had to be fenced.
+        // An engine that never existed needs no fence.
         let node_was_lost = engine.spec.attach > 0 && self.is_fenced(engine);
         let unknown = self.context.cluster.unknown_members_of(&self.stored.metadata.name).collect();
         match health::readiness(&self.replicas, unknown, first_members, &node, left, node_was_lost) {
@@ -142,7 +142,7 @@ impl Run<'_> {
         self.decision.write(Engine { spec, ..engine.clone() });
     }
 
-    /// Draws a new number if the engine of this attachment is gone for good. True: it was lost.
+    /// Draws a new number if the engine of this attachment is gone for good. Returns true if it was lost.
     fn replace_lost_engine(&mut self, engine: &Engine) -> bool {
         if engine.status.lost_attach < self.stored.status.attach {
             return false;
@@ -182,7 +182,7 @@ impl Run<'_> {
         self.keep_replicas(engine);
     }
 
-    /// Records how safe the data of a volume is whose engine runs.
+    /// Records the robustness of a volume whose engine runs.
     pub(super) fn report_health(&mut self, engine: &Engine) {
         if engine.status.phase == Some(EnginePhase::Frozen) && self.is_being_granted() {
             return;
@@ -207,8 +207,8 @@ impl Run<'_> {
         }
         let is_unseen = replica.status.current_state == CurrentState::Stopped;
         if desire_state == DesireState::Stopped && is_unseen {
-            // The replica was wanted, so it may run, although it was not seen yet: that must not be forgotten
-            // with the desired state.
+            // The replica was started, so it may run, although no agent has reported it yet. The new desired
+            // state must not hide that.
             let data = match replica.status.data {
                 DataState::None => DataState::Requested,
                 known => known,

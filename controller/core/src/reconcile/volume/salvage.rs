@@ -64,7 +64,7 @@ impl Run<'_> {
             let settled_condition = self.stored.status.conditions.get(ConditionType::Settled);
             if settled_condition.is_none_or(|settled_condition| settled_condition.message != failure.message)
             {
-                // Shown first; the change brings the next run, which tries again.
+                // The status is stored first. Its change causes the next run, which tries again.
                 self.set_settled(Finding::wrong("Salvaging", failure.message.clone()));
                 return;
             }
