@@ -154,7 +154,7 @@ fn is_zero(value: &u64) -> bool {
 /// The share of a volume's speed that copies may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RebuildLimits {
-    /// The most that is copied; 0: no limit.
+    /// The maximum number of bytes copied per second; 0: no limit.
     pub bytes_per_s: u64,
     /// The most that copying may take of the bytes that move while the volume is busy, 1 to 100.
     pub share_percent: u8,

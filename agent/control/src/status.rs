@@ -64,7 +64,7 @@ pub enum ProcessCommand {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScrubCommand {
-    /// The most that is compared; 0: no limit.
+    /// The maximum number of bytes compared per second; 0: no limit.
     pub bytes_per_s: u64,
     /// True if the scrub makes differing blocks equal to the majority.
     pub repair: bool,

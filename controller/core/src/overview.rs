@@ -63,7 +63,7 @@ pub struct Space {
 pub struct Matters {
     /// At most [`MATTERS_MAX`].
     pub listed: Vec<Matter>,
-    /// The number of further ones.
+    /// The number of further entries.
     pub more: u32,
 }
 

@@ -128,7 +128,7 @@ pub struct Trashed {
     pub node: NodeName,
     /// The disk there.
     pub disk_path: String,
-    /// The identity of that disk, as its agent says; empty: it does not say.
+    /// The identity of that disk, as its agent says; empty if it does not report it.
     pub disk_uuid: String,
     /// The volume of the data.
     pub volume: VolumeName,

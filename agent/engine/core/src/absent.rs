@@ -62,7 +62,7 @@ impl Absent {
 }
 
 impl AbsentReplicas {
-    /// Counts nothing of any of so many replicas.
+    /// Creates the state for so many replicas, none of which is counted.
     pub fn new(replicas: usize) -> AbsentReplicas {
         AbsentReplicas {
             replicas: (0..replicas).map(|_| None).collect(),
@@ -93,8 +93,8 @@ impl AbsentReplicas {
         self.trusted = self.trusted.with(PeerMask::one(peer));
     }
 
-    /// Adds the out-of-sync set that the members have kept for `peer`, which is counted, since an earlier
-    /// engine.
+    /// Adds the out-of-sync set that the members have kept since an earlier engine for `peer`, which is
+    /// counted.
     pub fn take_over(&mut self, peer: PeerIndex, out_of_sync: &RegionSet, stamp: u32) {
         if let Some(absent) = self.get_mut(peer) {
             absent.out_of_sync.insert_all(out_of_sync);
@@ -135,7 +135,7 @@ impl AbsentReplicas {
         self.get(peer).map_or(0, |absent| absent.stamp)
     }
 
-    /// Records that the replicas in `peers` were sent `stamp`, or count as if.
+    /// Records `stamp` as the newest stamp that was sent to the replicas in `peers`.
     pub fn stamped(&mut self, peers: PeerMask, stamp: u32) {
         for peer in peers.iter() {
             if let Some(absent) = self.get_mut(peer) {
@@ -199,11 +199,11 @@ impl AbsentReplicas {
                 absent.out_of_sync.next(region + 1)
             })
         };
-        // At most as many are being copied as there are slots for it: this ends soon.
+        // The loop is short: at most as many regions are being copied as slots exist for copies.
         from(absent.cursor).chain(from(0)).find(|region| !jobs.has(CopyReason::Rebuild { region: *region }))
     }
 
-    /// Starts to copy `region`. Returns the ones of `rebuilding` that miss it.
+    /// Starts to copy `region`. Returns the replicas in `rebuilding` that miss it.
     pub fn start_copy(&mut self, region: u32, rebuilding: PeerMask) -> PeerMask {
         let misses = |absent: &Absent| absent.out_of_sync.contains(region);
         let targets = rebuilding.filter(|peer| self.get(peer).is_some_and(misses));
@@ -272,7 +272,7 @@ impl AbsentReplicas {
         (alike, sound)
     }
 
-    /// Follows the size of the volume.
+    /// Grows the sets with the volume.
     pub fn grow(&mut self, from: Regions, to: Regions) {
         for absent in self.replicas.iter_mut().flatten() {
             absent.grow(from, to);

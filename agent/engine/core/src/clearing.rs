@@ -9,13 +9,13 @@
 
 use crate::membership::{PeerIndex, PeerMask};
 
-/// While no more than [`CoreConfig::intent_keep_bytes`](crate::CoreConfig) are dirty, turns are so many times
-/// rarer. A region that is written from time to time thus stays dirty, and is not marked for each write.
+/// While at most [`CoreConfig::intent_keep_bytes`](crate::CoreConfig) are dirty, turns are rarer by this
+/// factor. A region that is written from time to time thus stays dirty, and is not marked for each write.
 const CALM_INTERVALS: u64 = 12;
 
 /// The number of new stamps after a flush. The first may equal the last one of an earlier engine, which some
 /// members have stored and this engine does not know. A member that is restored to a state before the flush
-/// is two behind even so. It also is if only members are left that lack the last one.
+/// is two behind even so. The same holds if only members that lack the last stamp are left.
 const STAMPS_PER_TURN: u32 = 3;
 
 /// The turn that is under way, and its steps: a flush, the stamps, and one mark after another that clears
@@ -38,7 +38,7 @@ pub(crate) struct Clearing {
     of: ClearedSet,
     /// The newest stamp that any replica was sent.
     stamp: u32,
-    /// All members have stored it.
+    /// True if all members have stored that stamp.
     is_level: bool,
 }
 
@@ -56,7 +56,7 @@ enum ClearingPhase {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FinalClearing {
     No,
-    /// A turn is wanted and begins when the one before has ended.
+    /// The turn begins when the current one has ended.
     Wanted,
     UnderWay,
 }
@@ -113,12 +113,12 @@ impl Clearing {
         self.interval_ms > 0
     }
 
-    /// Asks for a turn that clears all that it can, as soon as possible.
+    /// Requests a turn that clears all that it can, as soon as possible.
     pub fn want_final(&mut self) {
         self.final_clearing = FinalClearing::Wanted;
     }
 
-    /// Returns true if the last turn has led to its end.
+    /// Returns true if the last turn has succeeded.
     pub fn is_resting(&self) -> bool {
         self.phase == ClearingPhase::Resting
     }

@@ -13,7 +13,7 @@ pub(crate) enum CopyReason {
     Resync { region: u32 },
     /// Replicas that are being rebuilt miss the region. The copy has its range in the range table.
     Rebuild { region: u32 },
-    /// A scrub has found these to differ. The copy has its range in the range table.
+    /// A scrub has found a difference between members. The copy has its range in the range table.
     Repair { odd: PeerMask, sources: PeerMask },
     /// A request has found no space on `sources`. It keeps its range in the range table meanwhile.
     Failed {
@@ -40,7 +40,7 @@ pub(crate) struct Copy {
     /// The targets at the beginning, but for those that have failed: the source of one piece is a target of
     /// another.
     all: PeerMask,
-    /// Members that have said that they hold rot in the piece. They get it from a sound one.
+    /// Members that have reported rot in the piece. They receive the piece from a sound member.
     rotten: PeerMask,
     /// Replicas that get the piece: targets, and members that hold rot there.
     to: PeerMask,
@@ -113,7 +113,7 @@ impl Copy {
         self.range
     }
 
-    /// Returns the part whose turn it is.
+    /// Returns the piece that is being copied.
     pub fn piece(&self) -> ByteRange {
         self.piece
     }
@@ -156,7 +156,7 @@ impl Copy {
                 let offset = range.offset() - self.piece.offset();
                 self.step = CopyStep::Write { at_bytes: offset + range.length() };
                 let operation = match is_zero {
-                    // The targets must not take it for data.
+                    // The targets have to store it as rot, not as data.
                     _ if self.is_unchecked => Operation::WriteRot,
                     true => Operation::WriteZeroes { fua: false },
                     false => Operation::Write { fua: false },
@@ -214,7 +214,7 @@ impl Copy {
     /// operation to send, or none if nothing is left to copy: then the copy has no target any more.
     pub fn read_from(&mut self, source: Option<PeerIndex>, members: PeerMask) -> Option<Operation> {
         let source = source.map_or(PeerMask::NONE, PeerMask::one);
-        // Of the piece before, another one may have been the source.
+        // The previous piece may have had another source.
         match self.why {
             CopyReason::Resync { .. } => self.targets = members,
             CopyReason::Failed { .. } => self.targets = self.all,
@@ -269,7 +269,7 @@ impl Copy {
         if self.step != CopyStep::Read {
             return false;
         }
-        // Rot is sent whole.
+        // Rot is sent in one part, without a search for zeroes.
         self.zeroes = if self.is_unchecked { [0; 4] } else { zeroes };
         self.step = CopyStep::Write { at_bytes: 0 };
         true

@@ -268,8 +268,8 @@ impl EngineCore {
         self.turns.give_back_ready(ready);
     }
 
-    /// Returns true if `peer` was asked for something in slot `id`, and drops the peer if it was not. Answers
-    /// of a replica that is about to leave do not count.
+    /// Returns true if `peer` was sent a request of slot `id`. Otherwise drops the peer. Answers of a replica
+    /// that is about to leave do not count.
     fn expects(&mut self, peer: PeerIndex, id: SlotId, out: &mut Outputs) -> bool {
         if self.membership.state(peer) == PeerState::Failed {
             return false;

@@ -15,9 +15,9 @@ pub struct CoreConfig {
     pub queues: u16,
     /// The number of slots of each queue.
     pub depth: u16,
-    /// Every replica that the engine was given, at most [`shorthorn_types::limits::MAX_MEMBERS`].
+    /// Every replica of the engine's spec, at most [`shorthorn_types::limits::MAX_MEMBERS`].
     pub peers: Vec<PeerConfig>,
-    /// The engine's first view, through already.
+    /// The engine's first view, which is committed.
     pub view: View,
     /// The time without an answer after which a replica is dropped if the others can continue without it. The
     /// table in the description of `replica_timeouts` has all limits.
@@ -39,7 +39,8 @@ pub struct CoreConfig {
     pub out_of_sync: Vec<RegionSet>,
     /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].
     pub stamp: u32,
-    /// For each of `peers`: the newest stamp that it was sent before it left. Of members it does not count.
+    /// For each of `peers`: the newest stamp that it was sent before it left. The values of members are
+    /// ignored.
     pub out_of_sync_stamps: Vec<u32>,
     /// The number of slots that queue 0 has beyond `depth`, for copies and checks, with a buffer of
     /// [`MAX_IO_BYTES`](shorthorn_types::limits::MAX_IO_BYTES) each. At least two; the last one is reserved
@@ -63,29 +64,29 @@ pub struct CoreConfig {
 }
 
 /// The limits of frontend requests that the replicas have at once, separately for reads and for all others.
-/// More waits in the core: its time begins when it is sent, and a PING never stands behind more than that in
-/// a connection.
+/// Further requests wait in the core. The time of a request begins when it is sent, and a PING waits behind
+/// at most that many bytes in a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FlightLimits {
-    /// Data; a larger request is sent alone.
+    /// The maximum number of bytes; a larger request is sent alone.
     pub bytes: u64,
-    /// Requests, at least one.
+    /// The maximum number of requests, at least one.
     pub requests: usize,
 }
 
 /// The share of the volume's speed that copies may take. Regions that a request waits for are copied at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyLimits {
-    /// The most that is copied; 0: no limit.
+    /// The maximum number of bytes copied per second; 0: no limit.
     pub bytes_per_s: u64,
-    /// The most that copying may take of the bytes that move while the frontend is busy, 1 to 100.
+    /// The maximum percentage of copies in all bytes that move while the frontend is busy, 1 to 100.
     pub share_percent: u8,
 }
 
 /// The settings of a scrub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScrubConfig {
-    /// The most that is compared; 0: no limit.
+    /// The maximum number of bytes compared per second; 0: no limit.
     pub bytes_per_s: u64,
     /// True if the scrub makes differing blocks equal to the majority.
     pub repair: bool,
@@ -100,7 +101,7 @@ pub type ZeroBlocks = [u64; 4];
 pub enum Event {
     /// A frontend submits a request.
     Submit {
-        /// On which queue.
+        /// The index of the queue.
         queue: u16,
         /// The kind of the request and its range.
         request: Request,
@@ -118,7 +119,7 @@ pub enum Event {
     Pong {
         /// The index of the replica.
         peer: PeerIndex,
-        /// Over the connection of this queue.
+        /// The queue of the connection.
         queue: u16,
         /// The free space of the replica's disk, in MiB; 0 if it is unknown.
         free_mib: u32,
@@ -128,7 +129,7 @@ pub enum Event {
     PingFailed {
         /// The index of the replica.
         peer: PeerIndex,
-        /// Over the connection of this queue.
+        /// The queue of the connection.
         queue: u16,
         /// The errno of its answer.
         errno: Errno,
@@ -198,7 +199,7 @@ pub enum Event {
         /// The data of the range as the replica reads it.
         outcome: Result<VolumeCheck, Errno>,
     },
-    /// Start to compare all members from the beginning, or stop that.
+    /// A command to start a scrub from the beginning, or to stop the scrub.
     Scrub(Option<ScrubConfig>),
     /// The engine is about to end: it flushes, and clears the write intent once as far as possible, however
     /// new it is. [`Output::ClearedAll`] follows, unless the view keeps changing. Requests continue, and
@@ -207,10 +208,10 @@ pub enum Event {
     /// The volume grows to this size; every replica that is connected has. [`Output::Expanded`] follows. A
     /// replica that becomes a member from here on has grown too.
     Expand {
-        /// In bytes; less than it has changes nothing.
+        /// The size in bytes; a size below the present one changes nothing.
         size_bytes: u64,
     },
-    /// Other limits from now on.
+    /// The limits of copies have changed.
     SetCopyLimits(CopyLimits),
     /// A connection to a replica is lost, or its data cannot be trusted.
     Lost {
@@ -229,8 +230,8 @@ pub enum Event {
     },
     /// The clock advances. The shell sends this at least four times a second while requests are in flight.
     Tick {
-        /// Milliseconds since any fixed point. Of a step of more than a second one second counts: the process
-        /// was paused.
+        /// Milliseconds since any fixed point. A step of more than a second counts as one second, because the
+        /// process was paused.
         now_ms: u64,
     },
 }
@@ -250,8 +251,7 @@ impl Event {
     }
 }
 
-// Every request has some of them, which are moved from hand to hand. Views are large and change rarely:
-// boxed.
+// Every request moves some of them between the parts. Views are large and change rarely, so they are boxed.
 const _: () = assert!(size_of::<Output>() <= 96);
 
 /// The reason why connections to a replica are dropped.
@@ -296,7 +296,7 @@ pub enum Output {
     Ping {
         /// To which replica.
         peer: PeerIndex,
-        /// Over the connection of this queue.
+        /// The queue of the connection.
         queue: u16,
     },
     /// Send a proposed view.

@@ -102,7 +102,7 @@ impl Resync {
         self.left.keep_all(&copied);
     }
 
-    /// Follows the size of the volume.
+    /// Grows the set with the volume.
     pub fn grow(&mut self, from: Regions, to: Regions) {
         self.left = self.left.converted(from, to);
         if from.region_bytes() == to.region_bytes() {

@@ -210,7 +210,7 @@ impl Display {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct RebuildLimits {
-    /// The most that is copied; 0: no limit.
+    /// The maximum number of bytes copied per second; 0: no limit.
     #[serde(with = "super::quoted")]
     #[schemars(with = "schema::Quoted")]
     pub bytes_per_s: u64,
