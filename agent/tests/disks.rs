@@ -1,5 +1,5 @@
 //! Tests `disk discover` and `disk init` on loop devices: refusals, and a disk from an empty device.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;

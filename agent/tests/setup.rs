@@ -1,5 +1,5 @@
 //! Tests the command setup in a folder, with a systemctl that only records its calls.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

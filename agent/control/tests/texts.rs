@@ -1,7 +1,7 @@
 //! Tests texts from disks and sockets: spec files come from disks, and lines of the control socket from any
 //! process that reaches it. No text makes a parser panic, and an accepted text is written again with the same
 //! meaning.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 use std::fmt::Debug;
 

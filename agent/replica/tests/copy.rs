@@ -1,5 +1,5 @@
 //! Tests a replica process that becomes a copy of another one. The test plays the rebuild task.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 mod common;
 

@@ -1,5 +1,5 @@
 //! Reads, writes and the rest, against plain bytes.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 mod common;
 

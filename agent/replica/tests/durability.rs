@@ -1,5 +1,5 @@
 //! Tests the data that is kept when a replica process ends, gently or not.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 mod common;
 

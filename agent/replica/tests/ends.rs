@@ -1,6 +1,6 @@
 //! A replica whose disk has failed ends, and the next process serves again. Needs root, for mounts; without
 //! it these tests say so and pass.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 mod common;
 

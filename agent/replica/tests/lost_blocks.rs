@@ -1,5 +1,5 @@
 //! Tests blocks that no replica had sound, and rot beyond all that can be tracked.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 mod common;
 

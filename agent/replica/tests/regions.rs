@@ -1,5 +1,5 @@
 //! The sets of regions that a replica process keeps, over its sockets and over its death.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 mod common;
 

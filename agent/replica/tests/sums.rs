@@ -1,5 +1,5 @@
 //! Tests sums of snapshots' layers in a replica process. The test plays the scrub.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 mod common;
 

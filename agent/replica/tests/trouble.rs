@@ -1,5 +1,5 @@
 //! Disks that are full or broken. Needs root, for mounts; without it these tests say so and pass.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 mod common;
 

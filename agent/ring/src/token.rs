@@ -20,7 +20,7 @@ impl Token {
 
     /// Reads the 64 bits back.
     #[must_use]
-    #[allow(clippy::cast_possible_truncation)] // cutting the fields out is what it does
+    #[allow(clippy::cast_possible_truncation)] // each cast cuts a field out
     pub const fn unpack(bits: u64) -> Token {
         Token {
             source: (bits >> 56) as u8,

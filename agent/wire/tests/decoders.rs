@@ -1,6 +1,6 @@
 //! Decoders get bytes that a hostile or rotten peer may send. They never panic, they hold no more memory than
 //! the stated bound, and a text that they accept encodes back to itself.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 use std::fmt::Debug;
 

@@ -1,6 +1,6 @@
 //! Tests the parsers of documents, which come from damaged disks and from other programs. Parsers never
 //! panic, and an accepted document is written again with the same meaning.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 use proptest::collection::vec;
 use proptest::prelude::*;

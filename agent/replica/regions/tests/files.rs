@@ -1,6 +1,6 @@
 //! Tests files of sets that are damaged or come from other programs. No content makes the write-intent log
 //! panic, and unreadable pages count as full: a set never loses a region by that.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 use proptest::collection::vec;
 use proptest::prelude::*;

@@ -42,7 +42,7 @@ impl Piece {
     }
 
     /// Unpacks the tag; none if it was never packed.
-    #[allow(clippy::cast_possible_truncation)] // cutting the fields out is what it does
+    #[allow(clippy::cast_possible_truncation)] // each cast cuts a field out
     pub fn unpack(tag: u32) -> Option<Piece> {
         let first = (tag >> (FIELD_BITS + FILE_BITS)) as u16;
         let blocks = (tag >> FILE_BITS & FIELD_MASK) as u16;

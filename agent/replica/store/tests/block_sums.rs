@@ -1,5 +1,5 @@
 //! Tests which series of sums of blocks counts.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 use std::collections::BTreeMap;
 use std::path::Path;

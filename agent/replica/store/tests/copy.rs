@@ -1,5 +1,5 @@
 //! A directory becomes a copy of another one, however often that is interrupted.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 mod common;
 

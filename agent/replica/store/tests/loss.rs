@@ -1,5 +1,5 @@
 //! Data that could not be made durable, and that the next opening hears of it.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 mod common;
 

@@ -1,5 +1,5 @@
 //! Sums of snapshots: kept with their layer, gone with it; and layers that are put right.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 mod common;
 

@@ -1,5 +1,5 @@
 //! Tests sums of blocks: rot is reported, and nothing else is.
-#![allow(clippy::unwrap_used)] // a test that meets what it does not expect has failed
+#![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 #[path = "../common/mod.rs"]
 mod common;
