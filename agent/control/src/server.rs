@@ -148,7 +148,7 @@ fn accept(listener: &UnixListener, publisher: &Publisher, on_command: &Arc<OnCom
             });
         if let Err(error) = spawned {
             shared.clients.fetch_sub(1, Ordering::Relaxed);
-            tracing::warn!(%error, "control socket: no thread for a client");
+            tracing::warn!(%error, "control socket: cannot start a thread for a client");
         }
     }
 }

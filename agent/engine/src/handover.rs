@@ -83,7 +83,7 @@ pub fn take_over(predecessor: Option<Generation>) -> Vec<QueueSocket> {
     // Before anything is read: should this process die, its successor must not find them.
     for (_, name) in &passed {
         if let Err(error) = sd_notify::notify(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)]) {
-            tracing::warn!(%error, name, "a socket may be kept for longer than it is of use");
+            tracing::warn!(%error, name, "a socket of an ended process may stay in the descriptor store");
         }
     }
     choose(passed, predecessor)
@@ -99,7 +99,7 @@ fn choose(passed: Vec<(OwnedFd, String)>, predecessor: Option<Generation>) -> Ve
                 sockets.push(QueueSocket { queue: name.queue, socket });
             }
             _ => {
-                tracing::warn!(name = text, "a socket is not of the process before this one: it is not used");
+                tracing::warn!(name = text, "a socket is not of the previous process and is not used");
                 // A holder of a copy would keep the connection alive. The shutdown fails if it is dead
                 // already.
                 let _ = UnixStream::from(socket).shutdown(Shutdown::Both);

@@ -160,7 +160,7 @@ impl Opener<'_> {
 
     fn take_size(&mut self) {
         if let Some(size_bytes) = self.expand_to_bytes.take().filter(|size| *size > self.spec.size_bytes) {
-            tracing::info!(volume = %self.spec.volume, size_bytes, "the volume is to be larger");
+            tracing::info!(volume = %self.spec.volume, size_bytes, "the next attempt uses the new size");
             self.spec.size_bytes = size_bytes;
         }
     }
@@ -385,7 +385,7 @@ impl OpeningEngine for Attempt<'_, '_> {
     fn planned(&mut self, _: &[FencedReplica], plan: Result<&StartPlan, &NoPlan>) {
         for (replica, why) in plan.map_or_else(|none| &none.unfit, |plan| &plan.unfit) {
             let volume = &self.opener.spec.volume;
-            tracing::error!(%volume, %replica, why, "a replica of the view is not taken as a member");
+            tracing::error!(%volume, %replica, why, "a replica of the view does not become a member");
             let (replica, why) = (*replica, why.clone());
             self.show(replica, why);
         }
@@ -401,7 +401,7 @@ impl OpeningEngine for Attempt<'_, '_> {
         let volume = &self.opener.spec.volume;
         tracing::warn!(
             %volume, %replica, reason,
-            "the volume is to be opened without a replica that has made attempts fail"
+            "opening the volume without a replica that made attempts fail"
         );
         self.show(
             replica,
@@ -440,7 +440,7 @@ impl OpeningEngine for Attempt<'_, '_> {
             Heard::Grant(view) => return Ok(Grant::Answered(view)),
             Heard::Replicas => return Err(NotOpen::aborted("the volume has other replicas now")),
             // Only an engine that knows the larger size accepts a replica that another engine has enlarged.
-            Heard::Size => return Err(NotOpen::aborted("the volume is to be larger now")),
+            Heard::Size => return Err(NotOpen::aborted("the volume has a new size now")),
             Heard::Nothing => {}
         }
         if self.search.is_none() {

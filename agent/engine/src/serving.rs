@@ -454,7 +454,7 @@ impl<'a> Serving<'a> {
             odd.iter().filter_map(|peer| self.replica(*peer)).map(|replica| replica.to_string()).collect();
         let odd = odd.join(" ");
         tracing::error!(
-            volume = %self.spec.volume, %range, odd, repaired, "the members do not read the same"
+            volume = %self.spec.volume, %range, odd, repaired, "the members have different data"
         );
         let last = format!("{range}: {odd}{}", if repaired { ", repaired" } else { "" });
         self.count_found(repaired, last);
@@ -492,7 +492,7 @@ impl<'a> Serving<'a> {
         let (volume, offset_bytes, length_bytes) = (&self.spec.volume, range.offset(), range.length());
         tracing::error!(
             %volume, replicas, snapshot, offset_bytes, length_bytes, repaired, done = what,
-            "a snapshot has rotten"
+            "a snapshot has rot"
         );
         self.count_found(repaired, format!("snapshot {snapshot} at {range}: {replicas}, {what}"));
     }
@@ -502,8 +502,8 @@ impl<'a> Serving<'a> {
         let Some((_, config)) = self.snapshots.take() else { return };
         let volume = &self.spec.volume;
         match &incomplete {
-            None => tracing::info!(%volume, "the scrub has seen all snapshots"),
-            Some(reason) => tracing::warn!(%volume, reason, "the scrub has not seen all snapshots"),
+            None => tracing::info!(%volume, "the scrub has compared all snapshots"),
+            Some(reason) => tracing::warn!(%volume, reason, "the scrub has not compared all snapshots"),
         }
         self.publish_scrub(|scrub| {
             (scrub.snapshot, scrub.at_bytes) = (None, 0);
@@ -521,6 +521,6 @@ impl<'a> Serving<'a> {
         self.is_scrubbing = false;
         let size_bytes = self.spec.size_bytes;
         self.publish(|engine| engine.complete_scrub(size_bytes));
-        tracing::info!(volume = %self.spec.volume, "the scrub has seen everything");
+        tracing::info!(volume = %self.spec.volume, "the scrub has compared everything");
     }
 }

@@ -179,7 +179,7 @@ impl Controller for Api {
     async fn detach_volume(&self, request: Request<v1::DetachVolumeRequest>) -> Reply<v1::Volume> {
         let v1::DetachVolumeRequest { name, force } = request.into_inner();
         if force {
-            tracing::warn!(volume = name, "a detach by force, whatever Kubernetes has attached");
+            tracing::warn!(volume = name, "detaching by force, even if a VolumeAttachment names the volume");
         } else {
             self.check_unpublished(&name).await?;
         }
@@ -342,7 +342,7 @@ impl Controller for Api {
         // Shown as it was before: it may be gone by the time of the answer.
         let shown = self.show_node(&name)?;
         let wanted = DeleteNode { name, confirm, force };
-        tracing::warn!(node = wanted.name, force, "a node is to be given up");
+        tracing::warn!(node = wanted.name, force, "giving up a node");
         self.change(|cluster| wanted.apply(cluster, &self.fleet.agents(), Timestamp::now())).await?;
         Ok(Response::new(v1::NodeObject { deleting: true, ..shown }))
     }
@@ -353,7 +353,7 @@ impl Controller for Api {
         let failed = |error: CallError| Status::new(error.code(), format!("node {node}: {error}"));
         let (was, cluster) = self.fleet.cluster_of(&node).await.map_err(failed)?;
         if !from_cluster.is_empty() {
-            tracing::warn!(%node, from_cluster, "a node of another cluster is taken");
+            tracing::warn!(%node, from_cluster, "taking over a node of another cluster");
             self.fleet.take_node(&node, &from_cluster).await.map_err(failed)?;
         }
         Ok(Response::new(v1::TakeNodeResponse { was, cluster }))

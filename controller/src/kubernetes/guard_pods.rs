@@ -123,7 +123,7 @@ impl GuardPods {
                     failures += 1;
                     tracing::warn!(
                         %error,
-                        "guard pods are not as they should be: a drain may not wait for volumes"
+                        "guard pods could not be updated: a drain may not wait for volumes"
                     );
                     Some(backoff(failures))
                 }

@@ -46,7 +46,7 @@ pub async fn run(client: Client, namespace: String, pod: String, mut leads: watc
                     tracing::warn!(
                         %error,
                         pod,
-                        "the label {LEADER_LABEL} of the pods is not set; is rbac.yaml applied?"
+                        "the label {LEADER_LABEL} of the pods is not set; check that rbac.yaml is applied"
                     );
                 }
                 tokio::time::sleep(RETRY).await;

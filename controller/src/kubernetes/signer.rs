@@ -89,7 +89,8 @@ pub async fn run(client: kube::Client, tls: Arc<Tls>) {
                 if failures == 0 {
                     tracing::warn!(
                         %error,
-                        "certificate signing requests cannot be signed; trying again; is rbac.yaml applied?"
+                        "certificate signing requests cannot be signed; trying again; check that rbac.yaml \
+                         is applied"
                     );
                 }
                 failures = failures.saturating_add(1);

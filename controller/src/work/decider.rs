@@ -58,7 +58,7 @@ impl Decider {
         let new: Vec<Replica> = decision.new_replicas(&self.store.state()).cloned().collect();
         let reserved = new.iter().map(|replica| replica.metadata.name.clone()).collect();
         if !new.is_empty() && !self.store.reserve(new) {
-            tracing::info!(object = %key, "a place was closed after it was chosen: looking again");
+            tracing::info!(object = %key, "a chosen place was cordoned meanwhile: choosing again");
             return None;
         }
         Some(Decided { decision, version, reserved })

@@ -63,7 +63,7 @@ impl Serving<'_> {
         if !(1..=100).contains(&limits.share_percent) {
             return self.ignore("limits", &format!("share_percent {}: 1 to 100", limits.share_percent));
         }
-        tracing::info!(volume = %self.spec.volume, ?limits, "other limits for copies");
+        tracing::info!(volume = %self.spec.volume, ?limits, "the limits of copies have changed");
         self.spec.rebuild = limits;
         self.context().limit(limits.bytes_per_s);
         self.shared().send_to_core(Event::SetCopyLimits(copy_limits(limits)));
@@ -160,7 +160,7 @@ impl Serving<'_> {
             );
             return Ok(());
         };
-        tracing::info!(volume = %self.spec.volume, replica = %endpoint.replica, "a new replica");
+        tracing::info!(volume = %self.spec.volume, replica = %endpoint.replica, "a replica was added");
         let mut member = status::connecting(&endpoint);
         member.away_since_ms = Some(status::now_ms());
         self.publish(|engine| engine.members.push(member));

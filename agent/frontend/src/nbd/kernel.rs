@@ -100,7 +100,7 @@ pub fn prepare_nbd(spec: &FrontendSpec, handed_over: Vec<QueueSocket>) -> Result
     if recovered.is_some() {
         tracing::info!(
             volume = %spec.volume, taken, queues = record.queues,
-            "nbd: sockets of the last engine are used on"
+            "nbd: continuing with the sockets of the last engine"
         );
     }
     for socket in &mut handed_over {
@@ -245,7 +245,7 @@ impl KernelQueue {
         let (ours, kernels) = match link::pair() {
             Ok(pair) => pair,
             Err(error) => {
-                tracing::error!(%error, "nbd: no sockets for a new connection");
+                tracing::error!(%error, "nbd: cannot make sockets for a new connection");
                 return;
             }
         };

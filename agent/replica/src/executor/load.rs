@@ -82,7 +82,7 @@ fn open_sums(store: &mut Store, state: &mut ReplicaState) -> Result<Option<Block
         match store.open_block_sums() {
             Ok(file) => return Ok(Some(file)),
             Err(error) => {
-                tracing::warn!(%error, "sums of blocks are not kept: nothing guards data at rest");
+                tracing::warn!(%error, "block checksums are off: rot on the disk is not detected");
                 state.intent_log_mut().forget_unsummed();
             }
         }

@@ -154,7 +154,7 @@ impl Executor {
         }
         tracing::error!(
             %blocks,
-            "copied data that no member has a sound copy of: reads of it that are verified fail"
+            "copied rot, because no member has a sound copy: verified reads of this range fail"
         );
         self.record_lost(lost)
     }

@@ -133,7 +133,7 @@ impl Disk for Shelf<'_> {
             DurableStep::RecordMember => {
                 self.store.set_left(false)?;
                 tracing::info!(
-                    "the replica is in the view of its volume: volume.meta tells Longhorn that it is whole"
+                    "the replica is in the view of its volume: volume.meta tells Longhorn that it is complete"
                 );
             }
         }

@@ -133,7 +133,7 @@ impl Executor {
             Err(error) => {
                 tracing::warn!(
                     %error,
-                    "which regions hold data could not be found out: blocks are summed after they are written"
+                    "cannot determine the regions that hold data: blocks get checksums when they are written"
                 );
                 self.block_sums.schedule.searched_to(None);
             }

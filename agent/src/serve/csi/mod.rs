@@ -285,7 +285,7 @@ impl Serving {
         let task = tokio::spawn(async move {
             let _alive = alive;
             if let Err(error) = served.await {
-                tracing::error!("a CSI socket is served no longer: {error}");
+                tracing::error!("a CSI socket is no longer served: {error}");
             }
         });
         Serving { task, stopping }

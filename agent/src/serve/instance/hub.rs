@@ -78,7 +78,7 @@ impl Hub {
                         self.backend.adopt(&id).await?;
                     }
                     // Its process, if any, continues; a new start writes the file again.
-                    Err(error) => tracing::error!(instance = %id, "left alone: {error}"),
+                    Err(error) => tracing::error!(instance = %id, "the spec file cannot be read: {error}"),
                 }
             }
         }

@@ -177,7 +177,11 @@ fn report(before: &Choice, now: &Choice) {
         let text = |address: Option<IpAddr>| {
             address.map_or_else(|| "none".to_owned(), |address| address.to_string())
         };
-        tracing::info!(before = text(before.address), now = text(now.address), "another data address");
+        tracing::info!(
+            before = text(before.address),
+            now = text(now.address),
+            "the data address has changed"
+        );
     }
     match (before.problem.as_str(), now.problem.as_str()) {
         (before, now) if before == now => {}

@@ -79,7 +79,7 @@ impl PodForceDeleter {
             self.care(&lost.machines, &mut cared, &mut tasks);
             let waited = std::mem::replace(&mut waiting, lost.machines.len() - cared.len());
             if waiting > waited {
-                tracing::warn!(waiting, "more nodes are lost than are looked after at a time");
+                tracing::warn!(waiting, "more nodes are lost than the controller handles at a time");
             }
             let again = async {
                 match lost.look_again {

@@ -283,13 +283,13 @@ async fn refuse(inner: &Inner, key: &Key, object: &DynamicObject, error: &Conver
             convert::refused_status(object, why, Timestamp::now())
         }
         _ => {
-            tracing::warn!(%key, %error, "this object is left alone");
+            tracing::warn!(%key, %error, "this object is left out");
             return;
         }
     };
-    // None: it says so already.
+    // None: the status has the refusal already.
     let Some(status) = status else { return };
-    tracing::warn!(%key, %error, "this object is left alone");
+    tracing::warn!(%key, %error, "this object is left out");
     let version = convert::version(object.metadata.resource_version.as_deref()).unwrap_or(0);
     if let Err(error) = inner.remote.send(key, version, Part::Status(status)).await {
         // If another writer was first, the watch brings the current state.

@@ -195,7 +195,7 @@ async fn check_definitions(client: &Client) -> Result<(), OpenError> {
             Ok(Some(found)) => found,
             Ok(None) => return Err(OpenError::NotInstalled(plural(kind))),
             Err(error) if is_code(&error, 403) => {
-                tracing::warn!(%error, "cannot look at {definition}: apply packaging/deploy/rbac.yaml again");
+                tracing::warn!(%error, "cannot read {definition}: apply packaging/deploy/rbac.yaml again");
                 return Ok(());
             }
             Err(error) => return Err(error.into()),

@@ -134,7 +134,7 @@ impl OpeningEngine for Attempt {
                 }
                 if is_larger {
                     sim.count("starts with another size");
-                    return Poll::Ready(Err(NotOpen::aborted("the volume is to be larger now")));
+                    return Poll::Ready(Err(NotOpen::aborted("the volume has a new size now")));
                 }
             }
             let mut back = None;
