@@ -17,10 +17,10 @@ PACKAGE_DIR ?= $(TARGET_DIR)/packages
 
 .PHONY: help demo test bench soak soak-vm few-regions lint deny fuzz vm setup build demo-build test-build vm-image apiserver manual docs book image chart clean
 
-help: ## this list of targets
+help: ## prints this list of targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-demo: demo-build ## a replicated volume as a block device in a virtual machine, surviving kills
+demo: demo-build ## a replicated volume in a virtual machine that survives kills of its processes
 	$(PROGRAMS)/shorthorn-vm prepare --kernel ublk
 	$(PROGRAMS)/shorthorn-demo
 
@@ -75,7 +75,7 @@ vm: demo-build ## a root shell in a virtual machine that has the programs instal
 	$(PROGRAMS)/shorthorn-vm prepare --kernel ublk
 	$(PROGRAMS)/shorthorn-demo --shell
 
-setup: ## the packages that building and testing need
+setup: ## installs the packages that the build and the tests need
 	tests/setup
 
 build: setup ## the programs

@@ -296,7 +296,7 @@ pub struct SetupArgs {
 ///
 /// Examines kernel, ublk and NBD, multipathd, udev and LVM, kubelet, disks, ports, clock, network and
 /// certificate. It loads the modules of ublk and NBD as the agent does, pings the nodes of replicas that
-/// this node uses, and changes nothing else. Exit code: 0 if all is well, 1 if the worst finding is a
+/// this node uses, and changes nothing else. Exit code: 0 without a finding, 1 if the worst finding is a
 /// warning, 2 if a check has failed. `shorthornctl doctor` shows the findings of all nodes, except those
 /// that need a ping or a module.
 #[derive(Debug, Args)]

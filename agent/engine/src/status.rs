@@ -19,7 +19,7 @@ pub fn first(spec: &EngineSpec, state: &EngineState) -> Status {
     })
 }
 
-/// Returns the message of a serving engine; empty if all is well.
+/// Returns the message of a serving engine; empty without a problem.
 pub fn of_serving(lost_writes: bool) -> &'static str {
     if lost_writes {
         "every request is answered with an error: all replicas lost power, and acknowledged writes that were \

@@ -66,7 +66,7 @@ pub fn of_host(error: &str) -> HostFinding {
     failed("host", message, "sudo shorthorn-agent check".to_owned())
 }
 
-/// Returns the findings, or that all is well.
+/// Returns the findings, or one that the check has passed.
 fn or_passed(check: &'static str, findings: Vec<HostFinding>, message: String) -> Vec<HostFinding> {
     if findings.is_empty() { vec![passed(check, message)] } else { findings }
 }
