@@ -1,5 +1,6 @@
-//! The filters of LVM. Without one, LVM reads the devices of volumes whenever it looks for volume groups.
-//! Those that a guest has made inside a volume would appear on this host, and could be activated here.
+//! The filters of LVM. Without a filter, LVM reads the devices of volumes whenever it searches for volume
+//! groups. Those that a guest has made inside a volume would appear on this host, and could be activated
+//! here.
 
 use std::process::{Command, Stdio};
 

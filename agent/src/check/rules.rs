@@ -1,6 +1,6 @@
 //! Judges the facts about a host. Every function returns the findings of one check.
 //!
-//! Each line of a remedy is a command that can be copied. Advice stands behind a `#`. Several lines are
+//! Each line of a remedy is a command that can be copied. Advice follows a `#`. Several lines are
 //! alternatives, of which a person chooses one.
 
 use std::net::SocketAddr;

@@ -1,4 +1,4 @@
-//! The known facts about a block device, and the rules that say whether it may become a disk.
+//! The known facts about a block device, and the rules that decide whether it may become a disk.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 const SIZE_MIN_BYTES: u64 = 1 << 30;
 /// The largest block that replicas and the file systems made here work with.
 const BLOCK_MAX_BYTES: u64 = 4096;
-/// Names of devices that `discover` looks at unasked: disks, and RAID arrays of the kernel.
+/// Names of devices that `discover` examines by default: disks, and RAID arrays of the kernel.
 const USUAL: [&str; 7] = ["sd", "nvme", "vd", "xvd", "hd", "mmcblk", "md"];
 /// Names of devices that are volumes themselves.
 const VOLUMES: [&str; 2] = ["ublkb", "nbd"];
@@ -88,7 +88,7 @@ pub struct Signature {
     pub uuid: String,
 }
 
-/// Returns true if `discover` looks at a device of this name unasked.
+/// Returns true if `discover` examines a device of this name by default.
 pub fn is_usual(name: &str) -> bool {
     USUAL.iter().any(|prefix| name.starts_with(prefix))
 }

@@ -75,8 +75,8 @@ pub fn check(disk: &PlannedDisk, options: Options) -> anyhow::Result<()> {
     }
 }
 
-/// Refuses to make an interrupted file system again, unless the operator has asked for that and nothing else
-/// is in the way. Returns the device without that file system.
+/// Refuses to repeat an interrupted mkfs, unless the operator has requested that and the device has no other
+/// obstacle. Returns the device without that file system.
 fn refuse_incomplete(
     disk: &PlannedDisk,
     device: &BlockDevice,

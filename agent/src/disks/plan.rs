@@ -117,7 +117,7 @@ fn is_uuid(text: &str) -> bool {
 }
 
 /// Returns the text of the file to review: each device that may become a disk, and as comments the reasons
-/// against the others. Nothing is wanted until the operator says so.
+/// against the others. No device is selected until the operator sets `init`.
 pub fn text(
     (node, boot_id): (&str, &str),
     devices: &[BlockDevice],

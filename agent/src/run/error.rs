@@ -34,7 +34,7 @@ pub enum RunError {
         /// The process id of the holder.
         pid: i32,
     },
-    /// The directory holds a volume that is not the one asked for.
+    /// The directory holds another volume than the requested one.
     #[error(
         "{dir} holds a volume whose {what} is {found}, not {wanted}: use {what} {found}, or another directory"
     )]
@@ -59,7 +59,7 @@ pub enum RunError {
         /// The longest that works.
         longest: usize,
     },
-    /// A directory that others can write to, or that is not ours, must not hold our sockets.
+    /// A directory that other users own or can write to must not hold the sockets.
     #[error("{0} is not a directory of this user with mode 0700: remove it, or set XDG_RUNTIME_DIR")]
     NotOurs(PathBuf),
     /// A process of an earlier run continues and cannot be stopped.

@@ -211,7 +211,7 @@ impl Process {
         }
     }
 
-    /// Asks it to end for good, if it runs: an engine removes its device.
+    /// Sends the process the command to stop for good, if it runs. An engine removes its device.
     pub fn stop(&self) -> Result<(), RunError> {
         if self.role == Role::Engine {
             match self.request(&ProcessCommand::Stop) {

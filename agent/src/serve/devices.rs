@@ -1,4 +1,4 @@
-//! The block devices of this node that are ours.
+//! The block devices of Shorthorn on this node.
 
 use std::fs;
 use std::path::Path;
@@ -35,7 +35,7 @@ impl DeviceState {
     }
 }
 
-/// Returns all of them. `has_engine` says whether the engine of a volume runs.
+/// Returns all of them. `has_engine` is true for a volume whose engine runs.
 ///
 /// # Errors
 /// The error of the file system.

@@ -147,7 +147,7 @@ impl Disks {
     }
 
     /// Checks that `path` is one of them and that it is mounted: something is read or written there only if
-    /// the disk's identity is. `uuid` says which one is meant; empty: any.
+    /// the disk's identity is. `uuid` is the expected identity; empty: any.
     ///
     /// # Errors
     /// [`NodeError::NotFound`] if it is not a disk of this node, [`NodeError::Precondition`] if that disk is
@@ -241,7 +241,7 @@ impl Disks {
         Ok(uuid)
     }
 
-    /// Returns true if it was a disk of ours before.
+    /// Returns true if it was a disk of this node before.
     fn is_known(&self, path: &Path) -> bool {
         let kept = self.kept();
         kept.prepared.contains(path) || kept.disks.iter().any(|known| known == path)
@@ -401,7 +401,7 @@ mod tests {
         // As the message says: Longhorn does not know the disk then.
         fs::remove_file(disk.join(IDENTITY_FILE)).unwrap();
         let uuid = add(&disks).unwrap().uuid;
-        // It is ours now.
+        // It is a disk of this node now.
         assert_eq!(add(&disks).unwrap().uuid, uuid);
     }
 

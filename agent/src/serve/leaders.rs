@@ -160,7 +160,7 @@ mod tests {
     fn each_cluster_counts_its_own_leaders() {
         let leaders = Leaders::default();
         call(&leaders, "StartEngine", Some("12"), "one").unwrap();
-        // A controller of cluster one looks at the claim, after the node was handed over.
+        // A controller of cluster one reads the claim, after the node was handed over.
         call(&leaders, "GetNode", Some("99"), "two").unwrap();
         let mut request = http::Request::builder().uri("http://a/shorthorn.v1.Node/StartEngine");
         request = request.header(CLUSTER_HEADER, "two").header(LEADER_HEADER, "3");

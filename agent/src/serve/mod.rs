@@ -79,7 +79,7 @@ const CALLS_MAX: usize = 64;
 const KEEPALIVE: Duration = Duration::from_secs(20);
 /// The time limit of calls in progress when the agent stops. They are safe to repeat.
 const DRAIN_LIMIT: Duration = Duration::from_secs(3);
-/// The time limit of the first look at new disks. A later look prepares those that are left.
+/// The time limit of the first check of new disks. A later check prepares the remaining ones.
 const PREPARE_LIMIT: Duration = Duration::from_secs(5);
 
 /// The examinations of this host that the node API offers.

@@ -347,7 +347,7 @@ fn entries(disk: &Path) -> Result<Vec<Entry>, NodeError> {
     entries_of(disk, |_| true)
 }
 
-/// Returns the same, of the replicas that are meant.
+/// Returns the folders of the selected replicas.
 fn entries_of(disk: &Path, is_meant: impl Fn(&InstanceId) -> bool) -> Result<Vec<Entry>, NodeError> {
     let root = root_of(disk);
     let found = match fs::read_dir(&root) {

@@ -1,4 +1,4 @@
-//! Calls to the API server: each has a bound, and an error that says whether to try again.
+//! Calls to the API server: each has a time limit, and an error that shows whether a retry can succeed.
 
 use std::time::Duration;
 

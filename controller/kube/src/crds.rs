@@ -11,7 +11,7 @@ use super::{GROUP, VERSION, kind_name, plural};
 
 /// The kinds in the order in which people read of them.
 pub const ORDER: [Kind; 4] = [Kind::Volume, Kind::Engine, Kind::Replica, Kind::Node];
-/// The annotation of a definition that says which schema it has.
+/// The annotation of a definition with the version of its schema.
 pub const HASH_ANNOTATION: &str = "shorthorn.io/schema-hash";
 /// The bytes of a schema's digest in its hash.
 const HASH_BYTES: usize = 8;

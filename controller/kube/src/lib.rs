@@ -1,7 +1,7 @@
 //! The API server of Kubernetes, as the controller and shorthornctl see it.
 //!
 //! - [`client`]: the way to the API server, by a kubeconfig or as a pod.
-//! - [`calls`]: calls with a bound, and errors that say whether to try again.
+//! - [`calls`]: calls with a time limit, and errors that show whether a retry can succeed.
 //! - [`crds`]: the definitions of the custom resources.
 //!
 //! Reconcilers, stores and watches are in the controller: this crate knows only names.

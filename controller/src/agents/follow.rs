@@ -32,7 +32,7 @@ impl Fleet {
         loop {
             match changes.recv().await {
                 Ok(key) if key.kind != Kind::Node => {}
-                // With thousands of nodes, a look at all of them takes long, and their objects change often.
+                // With thousands of nodes, a check of all of them takes long, and their objects change often.
                 Ok(key) => {
                     if let Ok(node) = NodeName::new(&key.name) {
                         let wanted = self.wanted_of(&node);

@@ -37,13 +37,13 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 /// The interval of probes of a silent connection, and the time limit of the answer. With the limit it is as
 /// long as `UNREACHABLE_AFTER` of the reconcilers.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
-/// The longest answer of an agent that starts or looks at something. A busy disk delays the files that it
-/// stores by seconds.
+/// The time limit for the answer of an agent that starts or inspects an instance. A busy disk delays the
+/// files that it stores by seconds.
 pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(15);
 /// The longest answer of an agent that waits for an engine to end, which has 45 s, or deletes a directory.
 const STOP_LIMIT: Duration = Duration::from_secs(90);
 
-/// The connection to an agent. Each call over it says which cluster it is for, and of which leader.
+/// The connection to an agent. Each call over it names the cluster and the leader.
 pub(crate) type AgentChannel = InterceptedService<Channel, OfCluster>;
 
 type Client = NodeClient<AgentChannel>;
@@ -120,7 +120,7 @@ pub struct Fleet {
 struct Peer {
     url: ServerUrl,
     channel: Channel,
-    /// Held while disks are asked for or added, so that an older answer never hides a newer one.
+    /// Held while disks are queried or added, so that an older answer never replaces a newer one.
     asking_for_disks: Arc<Mutex<()>>,
 }
 
@@ -316,7 +316,7 @@ impl Fleet {
         }
     }
 
-    /// Returns true if the agent of `node` says that it has the features of that level.
+    /// Returns true if the agent of `node` reports the features of that level.
     fn can(&self, node: &NodeName, level: u32) -> bool {
         let agents = self.agents();
         let info = agents.get(node).and_then(|agent| agent.info.as_ref());

@@ -148,7 +148,7 @@ impl Api {
                 if !self.is_being_deleted(name) {
                     return;
                 }
-                // After any message it looks again; without a store the controller has ended.
+                // After any message it checks the store again; without a store the controller has ended.
                 if let Err(RecvError::Closed) = changes.recv().await {
                     return;
                 }

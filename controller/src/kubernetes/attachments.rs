@@ -10,7 +10,7 @@ use kube::{Api, Client, ResourceExt};
 use shorthorn_controller_core::csi::attachment_name;
 use shorthorn_csi::DRIVER_NAME;
 
-/// The most that are asked for at once.
+/// The maximum number of objects in one request.
 const PAGE: u32 = 500;
 /// The longest that all of them may take. An API server under load may answer after seconds, and the caller
 /// tries again.
@@ -31,7 +31,7 @@ pub trait Attachments: Send + Sync {
     /// Returns the attachment that names the volume, unless Kubernetes is about to detach it.
     ///
     /// # Errors
-    /// The reason why that is unknown, in words.
+    /// The reason why that is unknown, for people.
     async fn of(&self, volume: &str) -> Result<Option<Attachment>, String>;
 }
 

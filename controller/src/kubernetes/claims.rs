@@ -127,7 +127,7 @@ async fn record_all(
     let mut refused = (BTreeSet::new(), None);
     while let Some(name) = pending.first() {
         match change::<Volume, _>(store, |cluster| claimed::recorded(cluster, claims, name)).await {
-            // It was deleted meanwhile, or cannot be used: a change tells when it can be.
+            // It was deleted meanwhile, or cannot be used. A later change wakes this task.
             Ok(()) | Err(ChangeError::Refused(RequestError::NoVolume(_) | RequestError::LeftOut(_))) => {}
             Err(error @ ChangeError::Store(StoreError::Unavailable { .. })) => {
                 pending.append(&mut refused.0);

@@ -23,7 +23,7 @@ const VOLUMES: &str = "volumes.shorthorn.io";
 const ATTACHMENTS: &str = "attachments.shorthorn.io";
 /// The policy for the definitions and the namespace.
 const INSTALLATION: &str = "installation.shorthorn.io";
-/// The service account of the controller, which checks by itself.
+/// The service account of the controller, which checks deletions itself.
 const SERVICE_ACCOUNT: &str = "shorthorn-controller";
 
 /// Returns the policies and their bindings, for an installation in `namespace`.

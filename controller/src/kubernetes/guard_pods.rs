@@ -110,7 +110,7 @@ impl GuardPods {
         let (mut pods, mut budgets) = (there.known_pods.changes(), there.known_budgets.changes());
         let mut needed = Needed::default();
         needed.look_at_all(&self.store.state());
-        // When a pod that had ended by itself was deleted, by its name.
+        // The time at which each pod that had ended was deleted, by its name.
         let mut ended = BTreeMap::new();
         let mut failures = 0;
         loop {

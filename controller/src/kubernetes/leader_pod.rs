@@ -21,8 +21,8 @@ const RETRY: Duration = Duration::from_secs(5);
 /// The time between two checks of a leader.
 const CHECK_EVERY: Duration = Duration::from_secs(30);
 
-/// Gives the pod of this controller the label once `leads` says so, and removes it before. Ends with the
-/// sender, or runs until it is dropped. A controller outside of a pod has nothing to label.
+/// Sets the label of this controller's pod once `leads` is true, and removes it before. Ends with the sender,
+/// or runs until it is dropped. A controller outside of a pod has nothing to label.
 pub async fn run(client: Client, namespace: String, pod: String, mut leads: watch::Receiver<bool>) {
     let pods: Api<Pod> = Api::namespaced(client, &namespace);
     let mut was_well = true;

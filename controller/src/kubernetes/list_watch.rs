@@ -18,7 +18,7 @@ use tokio_stream::{Stream, StreamExt};
 
 /// The number of objects in a page of 2 to 6 MB, which the API server makes in one go.
 const PAGE_OBJECTS: u32 = 2000;
-/// After which time the API server ends a watch by itself, in seconds.
+/// The time after which the API server ends a watch, in seconds.
 const WATCH_LIMIT_S: u32 = 290;
 /// The longest silence of a watch: the API server sends a bookmark every minute.
 pub(crate) const SILENCE_LIMIT: Duration = Duration::from_secs(150);

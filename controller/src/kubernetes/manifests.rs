@@ -18,7 +18,8 @@ use serde_json::Value;
 use super::leader_pod::LEADER_LABEL;
 use crate::config::Cli;
 
-/// Has a test of its own, and says which files are applied.
+/// The files that this test leaves out. `crds.yaml` has its own test, and `kustomization.yaml` only lists
+/// the other files.
 const LEFT_OUT: [&str; 2] = ["crds.yaml", "kustomization.yaml"];
 
 fn documents() -> Vec<Value> {
@@ -79,7 +80,7 @@ fn the_controller_takes_its_arguments() {
     Cli::try_parse_from(words).unwrap();
 }
 
-/// A controller that stands by is ready, and does not serve the API with TLS.
+/// A standby controller is ready, and does not serve the API with TLS.
 #[test]
 fn the_service_of_the_api_selects_the_pod_that_leads() {
     let chart = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging/chart/templates/service.yaml");

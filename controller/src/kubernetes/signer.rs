@@ -18,7 +18,7 @@ use tokio::time::Instant;
 use super::list_watch::Pages;
 use crate::tls::{Tls, TlsError, now};
 
-/// The time between two looks at the requests.
+/// The interval of checking the requests.
 const EVERY: Duration = Duration::from_secs(5);
 /// Requests of one answer of the API server; the next answer has more.
 const PAGE_MAX: u32 = 200;

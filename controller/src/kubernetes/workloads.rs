@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::api::ListParams;
 use kube::{Api, Client, ResourceExt};
 
-/// The most pods that are asked for at once.
+/// The maximum number of pods in one request.
 const PAGE: u32 = 500;
 /// The longest that all of them may take. A user waits for the answer, which is useful without them.
 const LIMIT: Duration = Duration::from_secs(15);
@@ -36,7 +36,7 @@ pub trait Workloads: Send + Sync {
     /// Returns the users of each of these claims, which are named NAMESPACE/NAME.
     ///
     /// # Errors
-    /// The reason why that is unknown, in words.
+    /// The reason why that is unknown, for people.
     async fn of(&self, claims: &BTreeSet<String>) -> Result<BTreeMap<String, Vec<Workload>>, String>;
 }
 

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub enum ReadinessPhase {
     /// The controller has not opened its store, or has not requested the lease yet.
     Opening,
-    /// Another controller leads, and this one stands by.
+    /// Another controller leads, and this one is on standby.
     StandingBy,
     /// The controller leads.
     Leading,

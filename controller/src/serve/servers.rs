@@ -146,7 +146,7 @@ impl Servers {
         Ok(())
     }
 
-    /// Waits until a server ends, which none does by itself; none without servers.
+    /// Waits until a server ends because of an error; none without servers.
     pub(super) async fn ended(&mut self) -> Option<Result<(), ServeError>> {
         let ended = self.running.join_next().await?;
         Some(ended.unwrap_or(Ok(())).map_err(ServeError::Api))

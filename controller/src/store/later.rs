@@ -7,7 +7,7 @@ use std::fmt::Write;
 
 use serde_json::{Map, Value};
 
-/// The fields that tell an item of an array from the others, as in conditions and frontends.
+/// The fields that identify an item of an array, as in conditions and frontends.
 const IDENTITIES: [&str; 3] = ["type", "name", "id"];
 
 /// Returns the text of `new` with the parts of `stored` that this version cannot represent. `known` is

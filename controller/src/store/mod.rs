@@ -70,7 +70,7 @@ pub trait Store: Send + Sync + 'static {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// Another write came first: look again.
+    /// Another write came first: the caller has to read again.
     #[error("{key} was changed meanwhile (version {found}, not {expected})")]
     Conflict {
         /// The object to write.

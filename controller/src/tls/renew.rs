@@ -14,7 +14,7 @@ use tonic::{Code, Status};
 use super::{NodeSeen, Tls, now, pin_texts, trust_message};
 use crate::agents::{AgentChannel, CALL_LIMIT, Fleet, limited};
 
-/// The time between two looks at all agents.
+/// The interval of checking all agents.
 const EVERY: Duration = Duration::from_secs(60);
 /// Agents that failed are asked again after twice this, then after twice as long each time.
 const SOON: Duration = Duration::from_secs(1);

@@ -87,7 +87,7 @@ impl Worker {
         if waiting_volumes::may_open(&cluster, self.settings.scheduling, key) {
             search.start();
         }
-        // The queue looks at the cluster state itself.
+        // The queue reads the cluster state itself.
         drop(cluster);
         self.queue.add(keys);
     }

@@ -44,7 +44,7 @@ impl PlaceSearch {
         self.ticks.tick().await;
     }
 
-    /// Makes a step: returns the volumes to look at.
+    /// Makes a step: returns the volumes to check.
     pub(super) fn step(&mut self, cluster: &ClusterState) -> Vec<Key> {
         self.stepped = Instant::now();
         self.search.next(cluster, SEARCHED_MAX)

@@ -83,7 +83,7 @@ impl Call {
         self
     }
 
-    /// Returns true if `status` means that the state that was asked for holds.
+    /// Returns true if `status` means that the requested state holds.
     pub(super) fn is_success(&self, status: i32) -> bool {
         status == 0 || self.accepted.contains(&status)
     }

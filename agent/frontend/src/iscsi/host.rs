@@ -14,8 +14,8 @@ use crate::{FrontendError, wait};
 const SCOPE: &str = "systemd-run";
 /// The program that talks to iscsid.
 const INITIATOR: &str = "iscsiadm";
-/// The time limit for systemd to tell the state of the host. It answers at once, unless the host is starting
-/// or stopping.
+/// The time limit for systemd to report the state of the host. It answers at once, unless the host is
+/// starting or stopping.
 const STATE_LIMIT: Duration = Duration::from_secs(10);
 /// The longest part of an error text of a program that is repeated.
 const TEXT_BYTES_MAX: usize = 500;

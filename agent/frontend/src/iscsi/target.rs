@@ -168,8 +168,8 @@ fn is_running(stat: &str) -> bool {
     !matches!(state, None | Some('Z' | 'X' | 'D'))
 }
 
-/// Kills the tgtd with these files, and takes its disk away. In this order: an initiator never sees the
-/// errors of the requests that end with the disk.
+/// Kills the tgtd with these files, and removes its disk. In this order: an initiator never sees the errors
+/// of the requests that end with the disk.
 ///
 /// # Errors
 /// The obstacle.
@@ -239,7 +239,7 @@ impl Server {
         Ok(())
     }
 
-    /// Starts a tgtd again that has ended by itself, until [`Server::stop`].
+    /// Restarts a tgtd that has ended without a command, until [`Server::stop`].
     ///
     /// # Errors
     /// No thread can be started.
@@ -282,7 +282,7 @@ impl Server {
         }
     }
 
-    /// Ends tgtd and takes its disk away.
+    /// Ends tgtd and removes its disk.
     ///
     /// # Errors
     /// The obstacle.

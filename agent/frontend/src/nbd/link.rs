@@ -58,7 +58,7 @@ pub(super) fn living(handed_over: Vec<QueueSocket>, queues: u16) -> Vec<Option<O
 /// Returns true if the other end is closed or shut down, or its state cannot be read.
 fn is_given_up(socket: &OwnedFd) -> bool {
     let mut asked = [PollFd::new(socket.as_fd(), PollFlags::empty())];
-    // A Unix socket says so when neither end can send any more.
+    // A Unix socket reports that neither end can send any more.
     let gone = PollFlags::POLLHUP | PollFlags::POLLERR | PollFlags::POLLNVAL;
     match poll(&mut asked, PollTimeout::ZERO) {
         Ok(_) => asked[0].revents().is_none_or(|events| events.intersects(gone)),

@@ -60,7 +60,7 @@ pub(crate) struct RequestHeader {
     pub(crate) length_bytes: u32,
 }
 
-/// The bytes are not a request: the connection is of no more use.
+/// The bytes are not a request: the connection has to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BadMagic(pub(crate) u32);
 

@@ -46,7 +46,7 @@ pub(super) fn number(index: u32) -> io::Result<DeviceNumber> {
     text.trim().parse().map_err(io::Error::other)
 }
 
-/// Has udev look at device `index` again. The kernel may announce a new device before the attribute `backend`
+/// Has udev examine device `index` again. The kernel may announce a new device before the attribute `backend`
 /// exists, by which Shorthorn's rules know it.
 ///
 /// # Errors

@@ -24,7 +24,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Hears all events of block devices from now on.
 pub struct Events {
-    /// None if no monitor can be opened: then the caller looks again and again.
+    /// None if no monitor can be opened: then the caller polls.
     monitor: Option<MonitorSocket>,
     has_udev: bool,
 }
@@ -57,15 +57,15 @@ impl Events {
         self.has_udev
     }
 
-    /// Waits until it is worthwhile to look at the disk `name` again, at most for `limit`. Returns true if
-    /// udevd has handled an event of this disk; `sequence` is the kernel's `diskseq` of the disk.
+    /// Waits for an event of the disk `name`, at most for `limit`. Returns true if udevd has handled an event
+    /// of this disk; `sequence` is the kernel's `diskseq` of the disk.
     pub(super) fn next(&self, name: &str, sequence: Option<&str>, limit: Duration) -> bool {
         let Some(monitor) = &self.monitor else {
             thread::sleep(limit.min(POLL_INTERVAL));
             return false;
         };
         let timeout = PollTimeout::try_from(limit.min(LOOK_INTERVAL)).unwrap_or(PollTimeout::ZERO);
-        // An error is an interruption by a signal: the caller looks again.
+        // An error is an interruption by a signal: the caller repeats the check.
         let _ = poll(&mut [PollFd::new(monitor.as_fd(), PollFlags::POLLIN)], timeout);
         let heard = monitor.iter().any(|event| is_of(&event, name, sequence));
         heard && self.has_udev

@@ -106,7 +106,7 @@ pub(crate) struct DeviceInfo {
     pub id: u32,
     pub server_pid: i32,
     pub pad1: u32,
-    /// `UBLK_F_*`: asked for, and in the answer granted.
+    /// `UBLK_F_*`: the requested features, and in the answer the granted ones.
     pub flags: u64,
     /// Kept by the driver for the server and not looked at.
     pub server_flags: u64,

@@ -24,7 +24,7 @@ const PART_LIMIT: Duration = Duration::from_secs(5);
 const QUEUE_FILES: [&str; 2] = ["state", "requeue_list"];
 /// Files in the folder of each of its hardware queues.
 const HARDWARE_QUEUE_FILES: [&str; 5] = ["state", "busy", "tags", "dispatch", "flags"];
-/// Lines that are logged of a file `tags`, by their beginnings. The others tell of waiters for a tag.
+/// Lines that are logged of a file `tags`, by their beginnings. The other lines are about waiters for a tag.
 const TAGS_LINES: [&str; 3] = ["nr_tags=", "active_queues=", "busy="];
 /// Functions that a thread of the kernel runs while it ends a ring, or while the driver waits for one.
 const FUNCTIONS: [&str; 2] = ["io_ring_exit_work", "ublk_"];

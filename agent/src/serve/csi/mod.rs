@@ -80,7 +80,7 @@ impl DriverState {
 /// user. Go leaves the '@' unchanged.
 const REGISTRATION_SOCKET: &str = "shorthorn@csi.shorthorn.io-reg.sock";
 
-/// The paths on which kubelet looks for drivers.
+/// The paths on which kubelet searches for drivers.
 struct Paths {
     csi: PathBuf,
     registration: PathBuf,

@@ -10,7 +10,8 @@ use tokio::net::unix::pipe::Receiver;
 /// Enough for one event, with a name of any length.
 const EVENT_MAX_BYTES: usize = 16 + 256;
 
-/// A watch of directories. Events have no details: the woken thread looks again, and sets new watches.
+/// A watch of directories. Events have no details: the woken thread reads the directories again, and sets new
+/// watches.
 pub struct Watch(Receiver);
 
 impl Watch {

@@ -88,7 +88,7 @@ impl Children {
 impl Backend for Children {
     fn adopt<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
         Box::pin(async move {
-            // A pid file says that it was to run, in this boot of the host.
+            // A pid file of this boot of the host shows that the process had to run.
             if self.paths.pid(id).exists() {
                 self.run(id);
             } else {

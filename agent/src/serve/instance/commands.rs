@@ -309,7 +309,8 @@ impl Hub {
             let watch = self.table().watch();
             tracing::info!(instance = %id, "recreating the device with the size of the volume");
             self.table().set_process(&id, Process { phase: ProcessPhase::Stopping, ..process });
-            // It takes its device away, and is the same engine to the controller: it has never been gone.
+            // The engine removes its device. For the controller it stays the same engine, which never
+            // stopped.
             let stopped = self.backend().stop(&id).await;
             self.table().set_process(&id, Process::only(ProcessPhase::Starting));
             if let Err(error) = self.backend().start(&id).await {

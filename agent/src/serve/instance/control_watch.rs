@@ -58,7 +58,7 @@ pub async fn follow(control: PathBuf, mut take: impl FnMut(Option<Status>)) {
         if let Err(error) = ended {
             tracing::trace!("{}: {error}", control.display());
         }
-        // The process may not be that far yet, or be gone for good: the manager ends this wait.
+        // The process may still start, or may have ended for good: the manager ends this wait.
         sleep(pause).await;
         pause = (pause * 2).min(LONGEST_PAUSE);
     }

@@ -10,8 +10,8 @@ use tokio::time::timeout;
 
 use crate::serve::instance::{InstanceId, InstancePaths, control_watch};
 
-/// An engine that was asked to end takes its device away, or leaves it to the next one, within this. Writing
-/// the device back may take 30 s of it.
+/// The time limit for an engine to end after a command. It removes its device, or leaves it to the next
+/// engine. Writing the device back may take 30 s of it.
 pub const ORDERLY_LIMIT: Duration = Duration::from_secs(45);
 
 /// The phase of an instance's process, according to its manager.

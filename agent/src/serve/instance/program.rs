@@ -73,7 +73,7 @@ fn file_at(path: &Path) -> Option<InstalledFile> {
     Some(InstalledFile { device: found.dev(), inode: found.ino(), size_bytes: found.len(), changed })
 }
 
-/// Returns the path of a program without the mark by which Linux says that its file was replaced or removed.
+/// Returns the path of a program without the suffix that Linux adds if the file was replaced or removed.
 fn without_mark(program: &Path) -> PathBuf {
     let path = program.as_os_str().as_bytes();
     OsStr::from_bytes(path.strip_suffix(b" (deleted)").unwrap_or(path)).into()

@@ -32,7 +32,7 @@ impl Spec {
     /// Converts the request of the controller to the spec of an engine.
     ///
     /// # Errors
-    /// [`NodeError::Invalid`] says which field can never work.
+    /// [`NodeError::Invalid`] names the field that can never work.
     pub fn engine(
         request: v1::StartEngineRequest,
         config: &Config,
@@ -71,7 +71,7 @@ impl Spec {
     /// Converts the request of the controller to the spec of a replica. Its data port is chosen later.
     ///
     /// # Errors
-    /// [`NodeError::Invalid`] says which field can never work.
+    /// [`NodeError::Invalid`] names the field that can never work.
     pub fn replica(
         request: v1::StartReplicaRequest,
         config: &Config,

@@ -85,7 +85,7 @@ impl Systemd {
 impl Backend for Systemd {
     fn adopt<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
         Box::pin(async move {
-            // A caller before the first look must not see it as stopped for good: it may well run.
+            // A caller before the first check must not see it as stopped for good, because it may run.
             self.bus.table.set_process(id, Process::only(ProcessPhase::Starting));
             self.follow(id).await
         })

@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 use crate::serve::instance::program::{self, Comparison};
 use crate::serve::instance::{InstanceId, Process, Spec, control_watch, message, ports};
 
-/// The interval of looks at the file of the installed program.
+/// The interval of checking the file of the installed program.
 const PROGRAM_EVERY: Duration = Duration::from_secs(10);
 /// The number of events that a watcher may be behind before it is disconnected.
 const WATCH_LAG_MAX: usize = 1024;

@@ -93,7 +93,8 @@ impl Netlink {
     }
 }
 
-/// Returns true unless the message is known to be none of ours. After an overrun anything may have changed.
+/// Returns true unless the message is certainly not for this process. After an overrun anything may have
+/// changed.
 fn is_change(message: &NetlinkMessage<RouteNetlinkMessage>) -> bool {
     match &message.payload {
         NetlinkPayload::InnerMessage(inner) => matches!(

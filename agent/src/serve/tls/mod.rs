@@ -147,7 +147,7 @@ impl NodeTls {
     }
 
     /// Returns true if the node has to enrol, because it has no certificate or an expired one. Returns false
-    /// if the file cannot be used. A person has to look at such a file, because it may remember CAs.
+    /// if the file cannot be used. An operator has to examine such a file, because it may contain CAs.
     pub fn has_to_enrol(&self) -> bool {
         let is_readable = self.change().problem.is_none();
         is_readable && self.expiry_s() < now().as_secs()

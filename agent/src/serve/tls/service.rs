@@ -75,7 +75,7 @@ impl node_tls_server::NodeTls for TlsService {
 /// The list of CAs of a message.
 ///
 /// # Errors
-/// [`NodeError::Invalid`] says which part is wrong.
+/// [`NodeError::Invalid`] names the part that is wrong.
 pub fn trust(list: v1::TrustList) -> Result<Trust, NodeError> {
     let invalid = |error: &dyn std::fmt::Display| NodeError::Invalid(error.to_string());
     let cluster = ClusterId::new(&list.cluster).map_err(|error| invalid(&error))?;

@@ -36,7 +36,7 @@ pub(super) fn value(value: Value) -> Value {
 }
 
 fn object(fields: Map<String, Value>) -> Map<String, Value> {
-    // A variable of a container, or the like: its name says whether its value is secret.
+    // A variable of a container, or a similar pair: its name shows whether its value is secret.
     let is_named_secret = fields.get("name").and_then(Value::as_str).is_some_and(is_secret_name);
     let kept = fields.into_iter().map(|(name, found)| {
         let is_whole = WHOLE_OBJECTS.contains(&name.as_str());

@@ -1,4 +1,4 @@
-//! The finalizer of objects that stand for data.
+//! The finalizer of objects that represent data.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use shorthorn_controller_core::objects::Kind;
@@ -6,7 +6,7 @@ use shorthorn_controller_core::objects::Kind;
 /// Keeps an object with data until the reconcilers have deleted that.
 pub const FINALIZER: &str = "shorthorn.io/data";
 
-/// Returns true if objects of that kind stand for data, and so have a finalizer.
+/// Returns true if objects of that kind represent data, and so have a finalizer.
 pub const fn has_data(kind: Kind) -> bool {
     matches!(kind, Kind::Volume | Kind::Engine | Kind::Replica)
 }

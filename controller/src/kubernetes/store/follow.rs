@@ -214,7 +214,7 @@ enum Read {
     Nothing,
     /// The object cannot be used.
     LeftOut(LeftOut),
-    /// The object cannot be marked as ours now. The controller tries again.
+    /// The finalizer of the object cannot be set now. The controller tries again.
     Unmarked(LeftOut, CallError),
 }
 

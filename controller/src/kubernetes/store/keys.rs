@@ -18,7 +18,7 @@ use super::{OpenError, bounded, is_code};
 
 /// The Secret that has the key.
 pub const KEY_NAME: &str = "shorthorn-volume-key";
-/// The annotation of a volume that says which key its secret is derived from.
+/// The annotation of a volume with the fingerprint of the key from which its secret is derived.
 pub const FINGERPRINT_ANNOTATION: &str = "shorthorn.io/key-fingerprint";
 /// The finalizer that keeps the Secret when a client deletes it while volumes exist.
 const KEY_FINALIZER: &str = "shorthorn.io/volume-key";

@@ -456,8 +456,8 @@ enum WriteError {
     EncryptionDropped,
 }
 
-/// Checks that the answer of the API server has the encryption that was asked for: a definition of an earlier
-/// release drops the field.
+/// Checks that the answer of the API server has the requested encryption: a definition of an earlier release
+/// drops the field.
 fn check_encryption_kept(sent: &DynamicObject, answer: &DynamicObject) -> Result<(), WriteError> {
     if convert::asks_for_encryption(sent) && !convert::asks_for_encryption(answer) {
         return Err(WriteError::EncryptionDropped);

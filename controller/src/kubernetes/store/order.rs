@@ -103,7 +103,7 @@ impl Order {
         let List { version, objects, unreadable, left_out } = list;
         let mut changed = Vec::new();
         if version < self.heard.get(&kind).copied().unwrap_or(0) {
-            // Only an API server that was restored from a backup says that: its current state is the truth.
+            // Only an API server that was restored from a backup answers so. Its current state counts.
             self.forget(state, kind, &mut changed);
         }
         let readable = objects.iter().map(Object::key).chain(unreadable);
