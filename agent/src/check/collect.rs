@@ -25,7 +25,7 @@ use crate::pid_file::Holder;
 use crate::serve::config::{Config, CsiChoice};
 use crate::serve::listen::ListenAddress;
 use crate::serve::network::{self, Interfaces};
-use crate::serve::{KubeletRoots, known_disks, longhorn, look_at_disk, tls};
+use crate::serve::{KubeletRoots, disk_state, known_disks, longhorn, tls};
 
 /// The directories of the rule that hides devices of volumes, below the root. A file in an earlier one
 /// replaces those of its name in later ones (udev(7)).
@@ -159,7 +159,7 @@ fn disks(config: &Config) -> Vec<DiskFacts> {
     // All at once: a dead NFS server holds up every call that concerns its file system.
     let looks = known_disks(&config.disks, &config.state_dir).into_iter().map(|path| {
         let looked = path.clone();
-        (path, Bounded::start(move || look_at_disk(&looked)))
+        (path, Bounded::start(move || disk_state(&looked)))
     });
     let looks: Vec<_> = looks.collect();
     let deadline = Instant::now() + DISKS_LIMIT;

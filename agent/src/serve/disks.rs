@@ -1,8 +1,8 @@
 //! Disks: directories on mounted file systems that hold replicas, as Longhorn keeps them.
 
 mod deletion;
+mod disk_state;
 mod identity;
-mod look;
 mod mounts;
 mod sweeping;
 
@@ -18,9 +18,9 @@ use shorthorn_control::{Unknown, load_spec, store_spec};
 
 pub use self::deletion::delete_replica;
 use self::deletion::remove_trash;
+pub use self::disk_state::disk_state;
+use self::disk_state::obstacle;
 use self::identity::{IDENTITY_FILE, identify, read_identity};
-pub use self::look::look;
-use self::look::obstacle;
 pub use self::mounts::missing_mount;
 pub use self::sweeping::keep_swept;
 use crate::serve::directories::REPLICAS;
@@ -95,7 +95,7 @@ impl Disks {
     }
 
     fn look_at_all(&self) -> Vec<v1::Disk> {
-        self.paths().iter().map(|path| look(path)).collect()
+        self.paths().iter().map(|path| disk_state(path)).collect()
     }
 
     /// Prepares new disks. A failure is reported as the problem of the disk, until an attempt at a later look
@@ -193,7 +193,7 @@ impl Disks {
             return Err(NodeError::Invalid(message));
         }
         self.prepare(&path)?;
-        Ok(look(&path))
+        Ok(disk_state(&path))
     }
 
     /// Removes the directory from the disks. Its content stays.

@@ -52,9 +52,7 @@ use config::{Config, InstancesChoice};
 pub use csi::KubeletRoots;
 use discovery::Discovery;
 use disks::Disks;
-pub use disks::{
-    add_offline as add_disk_offline, known_offline as known_disks, look as look_at_disk, missing_mount,
-};
+pub use disks::{add_offline as add_disk_offline, disk_state, known_offline as known_disks, missing_mount};
 use error::NodeError;
 use host_warnings::HostWarnings;
 use instance::{Backend, Children, Hub, InstancePaths, Systemd, Table};

@@ -4,9 +4,9 @@ pub(crate) mod cache;
 mod change;
 #[cfg(test)]
 pub(crate) mod failing;
-mod later;
 mod memory;
 mod redb;
+mod unknown_fields;
 
 use std::path::PathBuf;
 use std::sync::RwLockReadGuard;

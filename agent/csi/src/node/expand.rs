@@ -7,7 +7,7 @@ use shorthorn_mounts::MountTable;
 
 use crate::filesystem;
 use crate::mounting;
-use crate::node::look;
+use crate::node::kernel_state;
 use crate::volumes::{Device, Volume};
 
 /// Gives the volume at `path` all of its device; how large that is.
@@ -17,12 +17,12 @@ pub(super) fn expand(
     capability: Option<&Capability>,
     required_bytes: u64,
 ) -> Result<i64, CsiError> {
-    let device = look::device(volume)?;
+    let device = kernel_state::device(volume)?;
     let elsewhere = || CsiError::NotFound("the volume is not at volume_path".into());
     let point = mounting::resolve(path.ok_or_else(elsewhere)?)?.ok_or_else(elsewhere)?;
     let table = mounting::read_table()?;
     let as_device = capability.map(|capability| capability.access == VolumeAccess::Block);
-    let has_node = look::is_node_at(&point, device.number);
+    let has_node = kernel_state::is_node_at(&point, device.number);
     let mount = table.at(&point).filter(|mount| mount.is_whole(device.number));
     if (has_node && as_device == Some(false)) || (mount.is_some() && as_device == Some(true)) {
         return Err(CsiError::Invalid(format!("{} is the volume the other way", point.display())));
@@ -53,7 +53,7 @@ fn grow(table: &MountTable, device: &Device, kind: FsKind) -> Result<(), CsiErro
     let writable = table.iter().find(|mount| mount.is_whole(device.number) && !mount.is_read_only());
     let message = "the file system is mounted read-only: it cannot grow";
     let writable = writable.ok_or_else(|| CsiError::Precondition(message.into()))?;
-    if let Some(trouble) = look::trouble(writable) {
+    if let Some(trouble) = kernel_state::trouble(writable) {
         return Err(CsiError::Precondition(format!("{trouble}: it cannot grow")));
     }
     Ok(filesystem::grow(&device.path, &writable.point, kind)?)

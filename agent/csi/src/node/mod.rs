@@ -6,7 +6,7 @@
 //! ABORTED.
 
 mod expand;
-mod look;
+mod kernel_state;
 mod publish;
 mod stage;
 mod stats;

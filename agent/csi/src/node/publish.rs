@@ -6,7 +6,7 @@ use shorthorn_csi::{Capability, CsiError, MountSpec, VolumeAccess};
 use shorthorn_mounts::{Mount, MountTable};
 
 use crate::mounting::{self, TargetKind};
-use crate::node::{NodeOptions, look, stage};
+use crate::node::{NodeOptions, kernel_state, stage};
 use crate::volumes::{Device, Volume};
 
 /// The requested publication.
@@ -24,7 +24,7 @@ pub(super) fn publish(
     volume: &Volume,
     wanted: &PublishRequest,
 ) -> Result<(), CsiError> {
-    let device = look::device(volume)?;
+    let device = kernel_state::device(volume)?;
     let read_only = wanted.read_only || wanted.capability.is_read_only();
     if volume.read_only && !read_only {
         let message = "the volume is attached to this node for reading only";
@@ -40,7 +40,7 @@ pub(super) fn publish(
             return Ok(());
         }
         mounting::unmount_all(&target, |mount| {
-            if look::is_stale(mount) { Ok(()) } else { Err(stage::taken(mount)) }
+            if kernel_state::is_stale(mount) { Ok(()) } else { Err(stage::taken(mount)) }
         })?;
     }
     if wanted.capability.has_one_target() {
@@ -61,14 +61,15 @@ fn is_published(
     capability: &Capability,
     read_only: bool,
 ) -> Result<bool, CsiError> {
-    let (file_system, node) = (mount.is_whole(device.number), look::is_node_at(&mount.point, device.number));
+    let (file_system, node) =
+        (mount.is_whole(device.number), kernel_state::is_node_at(&mount.point, device.number));
     match &capability.access {
         VolumeAccess::Mount(wanted) if file_system => {
             stage::check_options(mount, wanted, read_only)?;
             Ok(true)
         }
         VolumeAccess::Block if node => {
-            if !volume.read_only && look::is_read_only(device)? != read_only {
+            if !volume.read_only && kernel_state::is_read_only(device)? != read_only {
                 let message = "is the volume already, with another answer to whether it is read-only";
                 return Err(CsiError::Exists(format!("{} {message}", mount.point.display())));
             }
@@ -77,7 +78,7 @@ fn is_published(
         _ if file_system || node => {
             Err(CsiError::Exists(format!("{} is the volume already, the other way", mount.point.display())))
         }
-        _ if look::is_callers(options, &mount.point) && look::is_stale(mount) => Ok(false),
+        _ if kernel_state::is_callers(options, &mount.point) && kernel_state::is_stale(mount) => Ok(false),
         _ => Err(stage::taken(mount)),
     }
 }
@@ -90,12 +91,12 @@ fn only_here(
     target: &Path,
     staging: &Path,
 ) -> Result<(), CsiError> {
-    let everywhere = [look::mounted(table, device), look::nodes(table, device)].concat();
-    let others = look::of_caller(options, everywhere, &[target, staging]);
+    let everywhere = [kernel_state::mounted(table, device), kernel_state::nodes(table, device)].concat();
+    let others = kernel_state::of_caller(options, everywhere, &[target, staging]);
     if others.is_empty() {
         return Ok(());
     }
-    let message = format!("a volume for one writer is published already, at {}", look::show(&others));
+    let message = format!("a volume for one writer is published already, at {}", kernel_state::show(&others));
     Err(CsiError::Precondition(message))
 }
 
@@ -109,7 +110,7 @@ fn publish_mount(
 ) -> Result<(), CsiError> {
     let staging =
         stage::stage_mount(options, volume, &wanted.staging, mount, wanted.capability.is_read_only())?;
-    let device = look::device(volume)?;
+    let device = kernel_state::device(volume)?;
     let made = mounting::create_target(target, TargetKind::Directory)?;
     let bound = mounting::bind(&staging, target, read_only).and_then(|()| {
         let table = mounting::read_table()?;
@@ -132,34 +133,38 @@ fn publish_block(
     target: &Path,
     read_only: bool,
 ) -> Result<(), CsiError> {
-    let mounted = look::mounted(table, device);
+    let mounted = kernel_state::mounted(table, device);
     if !mounted.is_empty() {
-        let message = format!("the volume is mounted as a file system at {}", look::show(&mounted));
+        let message = format!("the volume is mounted as a file system at {}", kernel_state::show(&mounted));
         return Err(CsiError::Precondition(message));
     }
-    let was_read_only = look::is_read_only(device)?;
+    let was_read_only = kernel_state::is_read_only(device)?;
     let change = !volume.read_only && was_read_only != read_only;
     if change {
-        let others = look::of_caller(options, look::nodes(table, device), &[target]);
+        let others = kernel_state::of_caller(options, kernel_state::nodes(table, device), &[target]);
         if !others.is_empty() {
             let how = if was_read_only { "read-only" } else { "writable" };
-            let message = format!("the device is published already, {how}, at {}", look::show(&others));
+            let message =
+                format!("the device is published already, {how}, at {}", kernel_state::show(&others));
             return Err(CsiError::Precondition(message));
         }
-        look::set_read_only(device, read_only)?;
+        kernel_state::set_read_only(device, read_only)?;
     }
     let published = mounting::create_target(target, TargetKind::File).and_then(|made| {
-        let bound = mounting::bind(&device.path, target, false).and_then(|()| {
-            match look::is_node_at(target, device.number) {
-                true => Ok(()),
-                false => Err(CsiError::Internal(format!("{} does not lead to the volume", target.display()))),
-            }
-        });
+        let bound =
+            mounting::bind(&device.path, target, false).and_then(|()| {
+                match kernel_state::is_node_at(target, device.number) {
+                    true => Ok(()),
+                    false => {
+                        Err(CsiError::Internal(format!("{} does not lead to the volume", target.display())))
+                    }
+                }
+            });
         bound.map_err(|error| undo(target, made, error))
     });
     published.inspect_err(|_| {
         // The next publish or stage repairs a failure.
-        drop(change.then(|| look::set_read_only(device, was_read_only)));
+        drop(change.then(|| kernel_state::set_read_only(device, was_read_only)));
     })
 }
 
@@ -188,12 +193,12 @@ pub(super) fn unpublish(
 
 /// Makes a device writable again that was published read-only, after its last user is gone.
 fn release(volume: &Volume) -> Result<(), CsiError> {
-    let Ok(device) = look::device(volume) else { return Ok(()) };
-    if volume.read_only || !look::is_read_only(device)? {
+    let Ok(device) = kernel_state::device(volume) else { return Ok(()) };
+    if volume.read_only || !kernel_state::is_read_only(device)? {
         return Ok(());
     }
-    if look::nodes(&mounting::read_table()?, device).is_empty() {
-        look::set_read_only(device, false)?;
+    if kernel_state::nodes(&mounting::read_table()?, device).is_empty() {
+        kernel_state::set_read_only(device, false)?;
     }
     Ok(())
 }

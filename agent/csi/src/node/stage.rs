@@ -9,7 +9,7 @@ use shorthorn_mounts::{Mount, MountTable};
 use crate::device;
 use crate::filesystem::{self, Content};
 use crate::mounting::{self, TargetKind};
-use crate::node::{NodeOptions, look};
+use crate::node::{NodeOptions, kernel_state};
 use crate::volumes::{Device, Volume};
 
 /// Stages a volume at `staging`.
@@ -19,7 +19,7 @@ pub(super) fn stage(
     staging: &Path,
     capability: &Capability,
 ) -> Result<(), CsiError> {
-    let device = look::device(volume)?;
+    let device = kernel_state::device(volume)?;
     match &capability.access {
         VolumeAccess::Mount(wanted) => {
             stage_mount(options, volume, staging, wanted, capability.is_read_only()).map(drop)
@@ -49,7 +49,7 @@ pub(super) fn stage_mount(
     wanted: &MountSpec,
     read_only: bool,
 ) -> Result<std::path::PathBuf, CsiError> {
-    let device = look::device(volume)?;
+    let device = kernel_state::device(volume)?;
     let missing = || CsiError::Precondition(format!("{}: its directory does not exist", staging.display()));
     let point = mounting::resolve(staging)?.ok_or_else(missing)?;
     let read_only = read_only || volume.read_only;
@@ -59,13 +59,13 @@ pub(super) fn stage_mount(
             return Ok(point);
         }
         mounting::unmount_all(&point, |mount| {
-            let ours = mount.is_whole(device.number) || look::is_stale(mount);
+            let ours = mount.is_whole(device.number) || kernel_state::is_stale(mount);
             if ours { Ok(()) } else { Err(taken(mount)) }
         })?;
     }
-    let used = look::nodes(&table, device);
+    let used = kernel_state::nodes(&table, device);
     if !used.is_empty() {
-        let message = format!("the volume is in use as a device at {}", look::show(&used));
+        let message = format!("the volume is in use as a device at {}", kernel_state::show(&used));
         return Err(CsiError::Precondition(message));
     }
     let made = mounting::create_target(&point, TargetKind::Directory)?;
@@ -84,7 +84,7 @@ fn is_staged(
     read_only: bool,
 ) -> Result<bool, CsiError> {
     if !mount.is_whole(device.number) {
-        if look::is_callers(options, &mount.point) && look::is_stale(mount) {
+        if kernel_state::is_callers(options, &mount.point) && kernel_state::is_stale(mount) {
             tracing::warn!(path = %mount.point.display(), device = %mount.device, "unmounting a mount whose \
              device is gone");
             return Ok(false);
@@ -92,9 +92,9 @@ fn is_staged(
         return Err(taken(mount));
     }
     check_options(mount, wanted, read_only)?;
-    let Some(trouble) = look::trouble(mount) else { return Ok(true) };
+    let Some(trouble) = kernel_state::trouble(mount) else { return Ok(true) };
     // A new mount helps, but only when the old one has no user any more.
-    let others = look::of_caller(options, look::mounted(table, device), &[&mount.point]);
+    let others = kernel_state::of_caller(options, kernel_state::mounted(table, device), &[&mount.point]);
     tracing::warn!(path = %mount.point.display(), mounted_anew = others.is_empty(), "{trouble}");
     Ok(!others.is_empty())
 }
@@ -129,9 +129,9 @@ fn mount_at(
     wanted: &MountSpec,
     read_only: bool,
 ) -> Result<(), CsiError> {
-    if !volume.read_only && look::is_read_only(device)? {
+    if !volume.read_only && kernel_state::is_read_only(device)? {
         // A read-only device keeps that flag if the agent was killed before it could reset it.
-        look::set_read_only(device, false)?;
+        kernel_state::set_read_only(device, false)?;
     }
     let kind = file_system(volume, device, wanted, read_only)?;
     let mounted = mounting::mount(&device.path, point, kind, read_only, &wanted.flags);
@@ -209,10 +209,13 @@ pub(super) fn unstage(
     let Some(point) = mounting::resolve(staging)? else { return Ok(()) };
     if let Some(device) = volume.and_then(|volume| volume.device.as_ref()) {
         let table = mounting::read_table()?;
-        let published = [look::mounted(&table, device), look::nodes(&table, device)].concat();
-        let published = look::of_caller(options, published, &[&point]);
+        let published = [kernel_state::mounted(&table, device), kernel_state::nodes(&table, device)].concat();
+        let published = kernel_state::of_caller(options, published, &[&point]);
         if !published.is_empty() {
-            return Err(CsiError::Precondition(format!("still published at {}", look::show(&published))));
+            return Err(CsiError::Precondition(format!(
+                "still published at {}",
+                kernel_state::show(&published)
+            )));
         }
     }
     mounting::unmount_all(&point, |mount| check_may_unmount(options, volume, mount))
@@ -225,9 +228,10 @@ pub(super) fn check_may_unmount(
     mount: &Mount,
 ) -> Result<(), CsiError> {
     let device = volume.and_then(|volume| volume.device.as_ref());
-    let ours = device
-        .is_some_and(|device| mount.device == device.number || look::is_node_at(&mount.point, device.number));
-    if ours || look::is_callers(options, &mount.point) { Ok(()) } else { Err(not_ours(mount)) }
+    let ours = device.is_some_and(|device| {
+        mount.device == device.number || kernel_state::is_node_at(&mount.point, device.number)
+    });
+    if ours || kernel_state::is_callers(options, &mount.point) { Ok(()) } else { Err(not_ours(mount)) }
 }
 
 fn not_ours(mount: &Mount) -> CsiError {

@@ -10,7 +10,7 @@ use shorthorn_mounts::Mount;
 
 use crate::device;
 use crate::mounting;
-use crate::node::{NodeOptions, look};
+use crate::node::{NodeOptions, kernel_state};
 use crate::volumes::{Condition, Device, Volume, VolumesError};
 
 /// The statistics of a volume at a path.
@@ -37,11 +37,11 @@ pub(super) fn stats(
 /// meet errors. A living device belongs to another volume.
 fn of_remains(options: &NodeOptions, path: Option<&Path>, error: VolumesError) -> Result<Stats, CsiError> {
     let point = path.map(mounting::resolve).transpose()?.flatten();
-    let Some(point) = point.filter(|point| look::is_callers(options, point)) else {
+    let Some(point) = point.filter(|point| kernel_state::is_callers(options, point)) else {
         return Err(error.into());
     };
     let table = mounting::read_table()?;
-    let Some(mount) = table.at(&point).filter(|mount| look::is_stale(mount)) else {
+    let Some(mount) = table.at(&point).filter(|mount| kernel_state::is_stale(mount)) else {
         return Err(error.into());
     };
     let message = format!(
@@ -59,13 +59,13 @@ fn of_attached(volume: &Volume, path: Option<&Path>) -> Result<Stats, CsiError> 
     let point = mounting::resolve(path.ok_or_else(elsewhere)?)?.ok_or_else(elsewhere)?;
     let table = mounting::read_table()?;
     let mount = table.at(&point).ok_or_else(elsewhere)?;
-    let is_dead = look::is_stale(mount);
+    let is_dead = kernel_state::is_stale(mount);
     let (usage, trouble) = match &volume.device {
         Some(device) if mount.is_whole(device.number) => {
             let gone = is_dead.then(|| gone(device));
-            (of_file_system(&point).unwrap_or_default(), gone.or_else(|| look::trouble(mount)))
+            (of_file_system(&point).unwrap_or_default(), gone.or_else(|| kernel_state::trouble(mount)))
         }
-        Some(device) if look::is_node_at(&point, device.number) => {
+        Some(device) if kernel_state::is_node_at(&point, device.number) => {
             (of_device(device).into_iter().collect(), is_dead.then(|| gone(device)))
         }
         _ if is_dead => (Vec::new(), Some(lost_mount(mount))),

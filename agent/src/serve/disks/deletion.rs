@@ -81,7 +81,7 @@ pub(super) fn remove_trash(disk: &Path) {
 mod tests {
     use super::*;
     use crate::serve::disks::Disks;
-    use crate::serve::disks::look::replicas;
+    use crate::serve::disks::disk_state::replicas;
 
     const NO_TRASH: TrashLimits = TrashLimits { keep: std::time::Duration::ZERO, free_percent: 0 };
 

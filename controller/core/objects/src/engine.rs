@@ -39,13 +39,13 @@ pub struct EngineSpec {
     #[serde(rename = "nodeID", default, skip_serializing_if = "Option::is_none")]
     pub node_id: Option<NodeName>,
     /// The desired state of the process.
-    #[serde(deserialize_with = "super::later::word")]
+    #[serde(deserialize_with = "super::unknown_words::word")]
     #[schemars(with = "schema::DesireState")]
     pub desire_state: DesireState,
     /// The number of the attachment that it runs for.
     pub attach: u64,
     /// The choice of the frontend.
-    #[serde(deserialize_with = "super::later::word")]
+    #[serde(deserialize_with = "super::unknown_words::word")]
     #[schemars(with = "schema::Frontend")]
     pub frontend: Frontend,
     /// The replicas and their addresses. The running engine gets replicas that come back or are new.
@@ -62,7 +62,7 @@ pub struct EngineSpec {
 #[serde(rename_all = "camelCase")]
 pub struct EngineStatus {
     /// The observed state of the process.
-    #[serde(deserialize_with = "super::later::word")]
+    #[serde(deserialize_with = "super::unknown_words::word")]
     #[schemars(with = "schema::CurrentState")]
     pub current_state: CurrentState,
     /// The newest attachment whose engine process was seen.

@@ -7,7 +7,6 @@
 mod condition;
 mod engine;
 mod label;
-mod later;
 mod metadata;
 mod node;
 mod node_name;
@@ -16,6 +15,7 @@ mod quoted;
 mod replica;
 pub mod schema;
 mod truth;
+mod unknown_words;
 mod volume;
 
 use serde::{Deserialize, Serialize};

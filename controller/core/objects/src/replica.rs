@@ -2,7 +2,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use shorthorn_types::{ReplicaId, VolumeName};
 
-use super::later::OpenEnum;
+use super::unknown_words::OpenEnum;
 use super::{CurrentState, DesireState, Metadata};
 use crate::{NodeName, Timestamp, schema};
 
@@ -49,7 +49,7 @@ pub struct ReplicaSpec {
     #[serde(rename = "diskID")]
     pub disk_id: String,
     /// The desired state of the process.
-    #[serde(deserialize_with = "super::later::word")]
+    #[serde(deserialize_with = "super::unknown_words::word")]
     #[schemars(with = "schema::DesireState")]
     pub desire_state: DesireState,
     /// True to move the replica if a better place exists; else the controller resets this.
@@ -62,11 +62,11 @@ pub struct ReplicaSpec {
 #[serde(rename_all = "camelCase")]
 pub struct ReplicaStatus {
     /// The observed state of the process.
-    #[serde(deserialize_with = "super::later::word")]
+    #[serde(deserialize_with = "super::unknown_words::word")]
     #[schemars(with = "schema::CurrentState")]
     pub current_state: CurrentState,
     /// The observed state of the directory.
-    #[serde(deserialize_with = "super::later::word")]
+    #[serde(deserialize_with = "super::unknown_words::word")]
     pub data: DataState,
     /// The addresses of the running process.
     #[serde(default)]

@@ -51,7 +51,7 @@ pub struct VolumeSpec {
     #[schemars(range(min = 1, max = 8))]
     pub number_of_replicas: u32,
     /// The choice of the frontend.
-    #[serde(default, deserialize_with = "super::later::word")]
+    #[serde(default, deserialize_with = "super::unknown_words::word")]
     #[schemars(with = "schema::Frontend")]
     pub frontend: Frontend,
     /// The node to attach the volume to; none to detach it.
@@ -73,7 +73,7 @@ pub struct VolumeSpec {
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
     pub disk_selector: Labels,
     /// The rule for a replica on the node of the engine.
-    #[serde(default, deserialize_with = "super::later::word")]
+    #[serde(default, deserialize_with = "super::unknown_words::word")]
     #[schemars(with = "schema::DataLocality")]
     pub data_locality: DataLocality,
     /// True if replicas compare every read with the sums of its blocks, so that another replica answers a
@@ -111,11 +111,11 @@ fn default_replicas() -> u32 {
 #[serde(rename_all = "camelCase")]
 pub struct VolumeStatus {
     /// The stage of the volume's life.
-    #[serde(deserialize_with = "super::later::word")]
+    #[serde(deserialize_with = "super::unknown_words::word")]
     #[schemars(with = "schema::VolumeState")]
     pub state: VolumeState,
     /// The robustness: whether the volume has all of its members.
-    #[serde(deserialize_with = "super::later::word")]
+    #[serde(deserialize_with = "super::unknown_words::word")]
     #[schemars(with = "schema::Robustness")]
     pub robustness: Robustness,
     /// The node of the volume, or the one that it is being attached to or detached from.

@@ -9,7 +9,7 @@ use shorthorn_controller_core::objects::{Key, Object};
 use super::file::{StoreFile, name};
 use super::turns::{Answer, Write};
 use crate::store::cache::Cache;
-use crate::store::{StoreError, later};
+use crate::store::{StoreError, unknown_fields};
 
 /// The file, and the versions in it.
 #[derive(Debug)]
@@ -132,7 +132,7 @@ impl Writer {
         let stored: Value = serde_json::from_str(&text).map_err(failed)?;
         let known: Object = Object::deserialize(&stored).map_err(failed)?;
         let known = serde_json::to_value(known).map_err(failed)?;
-        let kept = later::keep(&text, &known, &new)
+        let kept = unknown_fields::keep(&text, &known, &new)
             .map_or_else(|| serde_json::to_vec(&new).map_err(failed), |kept| Ok(kept.into_bytes()))?;
         Ok((kept, stored != known))
     }

@@ -2,13 +2,13 @@
 
 mod arbiter;
 mod attach;
-mod behind;
 mod create;
 mod detach;
 mod display;
 mod expand;
 mod fence;
 mod replace;
+mod restored_store;
 mod salvage;
 mod surplus;
 

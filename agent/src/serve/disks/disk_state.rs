@@ -17,7 +17,7 @@ use crate::serve::trash;
 
 /// Returns the current state of a disk, with its problem in words. Changes nothing, and works while an agent
 /// runs.
-pub fn look(path: &Path) -> v1::Disk {
+pub fn disk_state(path: &Path) -> v1::Disk {
     let mut disk = v1::Disk { path: path.display().to_string(), ..v1::Disk::default() };
     if let Some(problem) = obstacle(path) {
         disk.problem = problem;

@@ -1,8 +1,8 @@
-//! A store that is older than the volume: it was restored from a backup.
+//! Detects a store that is older than the volume, because it was restored from a backup.
 //!
-//! It shows in a replica that refuses engines which this store has not numbered yet. The next number is drawn
-//! above that one. The grants of the arbiter since the backup are lost too. So it grants nothing until an
-//! engine has started from more than half of its replicas, without it
+//! A replica then refuses engines up to a number that this store has not issued yet. The controller draws the
+//! next number above that one. The grants of the arbiter since the backup are lost too. So the arbiter grants
+//! nothing until an engine has started from more than half of its replicas without a grant
 //! ([`shorthorn_views::Arbiter::renewed`]).
 //!
 //! The difference is invisible if every reachable replica was absent since the backup. An engine that starts
