@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn file_systems_that_nobody_can_make_are_refused() {
+    fn unknown_file_systems_are_refused() {
         let kind = |name: &str| match capability(Some(mount(name, &[])))?.access {
             VolumeAccess::Mount(wanted) => Ok::<_, CsiError>(wanted.kind),
             VolumeAccess::Block => panic!("a mount"),
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn modes_say_who_may_write_where() {
+    fn modes_determine_readers_writers_and_targets() {
         let of = |mode: Mode| {
             let access_mode = Some(v1::volume_capability::AccessMode { mode: mode.into() });
             let capability =

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn is_written_as_it_was_where_no_nonce_was_drawn() {
+    fn without_a_nonce_the_text_is_that_of_earlier_versions() {
         let (old, new) = (Generation::new(7, 1), Generation::new(7, 1).of_nonce(9));
         let text = r#"{"attach":7,"restart":1}"#;
         assert_eq!(serde_json::to_string(&old).unwrap(), text);

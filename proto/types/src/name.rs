@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn says_what_is_wrong_and_where() {
+    fn errors_name_the_character_and_its_position() {
         let text = VolumeName::new("my_volume").unwrap_err().to_string();
         assert!(text.contains("'_' at position 2"), "{text}");
     }

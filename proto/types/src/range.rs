@@ -158,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refuses_what_no_volume_can_serve() {
+    fn invalid_ranges_are_refused() {
         assert!(ByteRange::new(u64::MAX, 1).is_err());
         let check = |offset, length| ByteRange::new(offset, length).unwrap().check(1 << 20);
         assert!(check(0, 512).is_ok());

@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn the_target_is_part_of_what_it_honours() {
+    fn a_target_that_does_not_follow_the_honoured_view_is_refused() {
         let old = view(1, 0, 2, &[1, 2]);
         for target in [view(1, 0, 3, &[1, 3]), view(1, 0, 3, &[]), view(1, 0, 1, &[1])] {
             let refused = NEVER_ASKED.ask(1, target, &honouring(old, &[]), &target.members);

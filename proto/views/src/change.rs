@@ -50,7 +50,7 @@ impl ViewChange {
 
     /// Returns the replicas that have stored the view, for the question to the arbiter.
     #[must_use]
-    pub fn who_stored(&self) -> &Members {
+    pub fn stored_by(&self) -> &Members {
         &self.stored
     }
 
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn two_of_three_go_on_by_themselves() {
+    fn two_of_three_continue_by_themselves() {
         let mut change = change(&[1, 2, 3], &[1, 2]);
         assert_eq!(change.progress(), ChangeProgress::Storing);
         change.stored(id(1));

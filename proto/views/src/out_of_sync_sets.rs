@@ -54,7 +54,7 @@ mod tests {
     }
 
     #[test]
-    fn out_of_sync_sets_of_replicas_that_are_gone_go() {
+    fn out_of_sync_sets_of_removed_replicas_are_forgotten() {
         let now = view(5, &[1, 2]);
         assert_eq!(out_of_sync_sets_to_forget(&ids(&[3, 8, 9]), &ids(&[1, 2, 3]), [&now]), ids(&[8, 9]));
         assert_eq!(
@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_in_any_view_is_not_gone() {
+    fn out_of_sync_sets_of_replicas_in_any_view_stay() {
         let (old, now, next) = (view(3, &[1, 2, 7]), view(5, &[1, 2]), view(6, &[1, 2, 8]));
         let forget = |views: &[&View]| {
             out_of_sync_sets_to_forget(&ids(&[7, 8, 9]), &ids(&[1, 2]), views.iter().copied())
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn room_is_needed_for_everybody_who_is_left_out() {
+    fn each_replica_that_is_left_out_needs_room_for_its_set() {
         let me = ReplicaId::from_random(1);
         let (old, now) = (view(3, &[1, 2, 3]), view(5, &[1, 2]));
         let eight = ids(&[11, 12, 13, 14, 15, 16, 17, 18]);

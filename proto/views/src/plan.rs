@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn writes_are_lost_where_every_member_has_lost_its_cache() {
+    fn writes_are_lost_if_every_member_has_lost_its_cache() {
         let now = view(3, &[1, 2, 3]);
         let lost = |n| FencedReplica { lost_cache: true, ..fenced(n, now, &[]) };
         let loses_writes = |of: &[FencedReplica]| plan(of, None).unwrap().lost_writes;
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_being_rebuilt_is_no_member() {
+    fn a_replica_that_is_being_rebuilt_is_not_a_member() {
         let now = view(3, &[1, 2]);
         let broken = FencedReplica { rebuilding: true, ..fenced(2, now, &[]) };
         let plan = plan(&[fenced(1, now, &[]), broken], None).unwrap();
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_left_where_all_are_being_rebuilt() {
+    fn no_member_remains_if_all_are_being_rebuilt() {
         let now = view(3, &[1]);
         let broken = FencedReplica { rebuilding: true, ..fenced(1, now, &[]) };
         let none = plan(&[broken], None).unwrap_err();
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn the_stamp_of_an_offender_tells_which_disks_were_restored() {
+    fn the_stamp_of_an_offender_shows_restored_disks() {
         let now = view(5, &[1, 2, 3]);
         let stamped = |n, stamp| FencedReplica { stamp: Some(stamp), ..fenced(n, now, &[]) };
         let all = [stamped(1, 9), stamped(2, 7), stamped(3, 9)];

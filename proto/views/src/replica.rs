@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn takes_over_what_the_engine_had_to_honour() {
+    fn adopts_the_views_that_the_engine_honoured() {
         let mut views = opened(5);
         let basis = ReplicaReport { committed: view(3, 1, &[1, 2]), proposed: vec![view(4, 1, &[1, 3])] };
         views.propose(Generation::new(5, 0), view(5, 1, &[1]), &basis).unwrap();

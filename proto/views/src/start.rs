@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_arbiter_has_overruled_is_dead() {
+    fn a_view_that_the_arbiter_has_overruled_is_dead() {
         let (old, mine, granted) = (view(1, &[1, 2]), view(2, &[1]), view(3, &[2]));
         let reports = [report(1, old, &[mine]), report(2, old, &[granted])];
         assert_eq!(
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_member_has_not_stored_is_dead() {
+    fn a_view_that_a_member_has_not_stored_is_dead() {
         let (old, new) = (view(1, &[1, 2, 3]), view(2, &[1, 2]));
         let reports = [report(1, old, &[new]), report(2, old, &[]), report(3, old, &[new])];
         assert_eq!(basis(&reports, None).unwrap().members, old.members);
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn what_less_than_half_have_stored_is_dead() {
+    fn a_view_that_less_than_half_have_stored_is_dead() {
         let (old, first, second) = (view(1, &[1, 2, 3]), view(2, &[1]), view(3, &[3]));
         let reports = [report(1, old, &[first]), report(2, old, &[]), report(3, old, &[second])];
         assert_eq!(basis(&reports, None).unwrap().members, old.members);
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_grant_is_honoured_by_who_needs_another() {
+    fn a_dead_grant_is_honoured_if_the_start_needs_another() {
         let (old, granted) = (view(1, &[1, 2]), view(2, &[1]));
         let found = basis(&[report(1, old, &[])], Some(granted)).unwrap();
         assert_eq!((found.needs_grant, found.honoured.proposed), (true, vec![granted]));
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_salvage_ends_what_was_before() {
+    fn a_salvage_ends_all_earlier_views() {
         let mut salvaged = view(3, &[2]);
         salvaged.id.number = 0;
         let other = report(1, view(2, &[1]), &[]);
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn an_offender_is_no_member_and_stores_nothing() {
+    fn an_offender_is_not_a_member_and_does_not_store_views() {
         let now = view(1, &[1, 2, 3]);
         let all = [report(1, now, &[]), report(2, now, &[]), report(3, now, &[])];
         let found = without(&all, None, &[3]).unwrap();
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_offender_reports_has_to_be_honoured_and_rules_nothing_out() {
+    fn the_report_of_an_offender_is_honoured_but_does_not_exclude_views() {
         let (old, new) = (view(1, &[1, 2, 3]), view(2, &[2, 3]));
         let newer = [report(1, old, &[]), report(2, old, &[new]), report(3, new, &[])];
         let found = without(&newer, None, &[3]).unwrap();
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_not_enough() {
+    fn no_replica_is_not_enough() {
         assert_eq!(basis(&[], None), Err(CannotStart::NoReplica));
     }
 }

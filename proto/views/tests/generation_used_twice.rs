@@ -53,7 +53,7 @@ fn reports(volume: &Volume) -> Vec<(ReplicaId, ReplicaReport)> {
 }
 
 #[test]
-fn what_was_not_stored_is_not_answered_as_stored() {
+fn a_refused_view_is_not_answered_as_stored() {
     let seven = Generation::new(7, 0);
     let mut volume = used(seven);
     let honoured = basis(&reports(&volume), volume.arbiter.granted()).unwrap().honoured;
@@ -65,7 +65,7 @@ fn what_was_not_stored_is_not_answered_as_stored() {
 }
 
 #[test]
-fn the_lower_one_is_refused() {
+fn the_lower_generation_is_refused() {
     let (first, second) = (Generation::new(7, 0).of_nonce(9), Generation::new(7, 0).of_nonce(5));
     let mut volume = used(first);
     let fenced = Err(Refused::Fenced { asked: second, holder: first });
@@ -73,7 +73,7 @@ fn the_lower_one_is_refused() {
 }
 
 #[test]
-fn the_higher_one_goes_on_and_nothing_is_lost() {
+fn the_higher_generation_continues_and_no_write_is_lost() {
     let (first, second) = (Generation::new(7, 0).of_nonce(5), Generation::new(7, 0).of_nonce(9));
     let mut volume = used(first);
     for replica in &mut volume.replicas {

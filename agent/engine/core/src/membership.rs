@@ -375,7 +375,7 @@ impl Membership {
             ChangeProgress::NeedsGrant if self.is_asked => MembershipStep::Wait,
             ChangeProgress::NeedsGrant => {
                 self.is_asked = true;
-                MembershipStep::AskGrant(target, change.honoured.clone(), *change.who_stored())
+                MembershipStep::AskGrant(target, change.honoured.clone(), *change.stored_by())
             }
             ChangeProgress::NoQuorum => {
                 self.freeze(format!("{} is less than half of {old}: no quorum", target.members))

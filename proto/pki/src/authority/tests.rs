@@ -113,7 +113,7 @@ fn certificates_of_nodes_are_short_lived_and_those_of_administrators_outlast_the
 }
 
 #[test]
-fn a_restored_ca_gets_a_newer_list_than_everybody_has() {
+fn a_restored_ca_gets_a_newer_list_than_the_last_published_one() {
     let mut authority = authority();
     let version = |authority: &Authority| authority.trust().unwrap().version();
     let restored = version(&authority);

@@ -75,7 +75,7 @@ impl State {
 
     /// Starts an engine on a host that has lost its state file, like the first one of the attachment. Another
     /// one may run: the lock that kept a second one from starting may be lost too.
-    pub(crate) fn start_anew(&mut self, rules: Rules, host: u8, higher: bool) {
+    pub(crate) fn start_without_state_file(&mut self, rules: Rules, host: u8, higher: bool) {
         self.losses += 1;
         self.hosts[usize::from(host)] = Host { restart: 0, known: None, has_lost: true };
         self.run_again(rules, Generation::new(u64::from(host) + 1, 0), higher);

@@ -208,7 +208,7 @@ impl State {
         underway.asked = true;
         let reached = members(underway.reached);
         Rc::make_mut(proposal).stored =
-            if underway.proposed { *underway.change.who_stored() } else { reached };
+            if underway.proposed { *underway.change.stored_by() } else { reached };
         self.send(Message::Ask { engine, number });
     }
 

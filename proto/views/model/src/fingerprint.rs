@@ -94,7 +94,7 @@ impl Writer {
             self.bytes.push(self.permuted(bits(&proposal.stored)));
         }
         if let Some(underway) = &engine.underway {
-            let stored = self.permuted(bits(underway.change.who_stored()));
+            let stored = self.permuted(bits(underway.change.stored_by()));
             let flags = [underway.proposed, underway.asks_first, underway.asked, underway.granted];
             self.bytes.extend([stored, self.permuted(underway.reached)]);
             self.bytes.extend(flags.map(u8::from));

@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn each_is_broken_by_what_it_forbids() {
+    fn each_invariant_is_broken_by_the_state_that_it_forbids() {
         let mut fine = State::new(3);
         serving(&mut fine, 1, Bits::below(3));
         assert_eq!(rule(&State::new(3), &fine), 0);

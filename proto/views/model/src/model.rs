@@ -93,7 +93,7 @@ impl Model {
             ModelStep::Restore => next.restore(self.rules),
             ModelStep::Renew => next.arbiter = next.renewal().unwrap_or(next.arbiter),
             ModelStep::Restart { host, higher } => next.restart(self.rules, host, higher),
-            ModelStep::StartAnew { host, higher } => next.start_anew(self.rules, host, higher),
+            ModelStep::StartAnew { host, higher } => next.start_without_state_file(self.rules, host, higher),
             ModelStep::Crash { engine } => next.engine_mut(engine).die(),
             ModelStep::ReplicaCrash { replica } => next.crash_replica(replica),
             ModelStep::Deliver(message) => self.deliver(&mut next, message),

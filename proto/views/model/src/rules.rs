@@ -144,7 +144,7 @@ impl Rules {
                 with(change, &members(left_out)).progress()
             }
             Some(Mutation::EarlyMember) if progress == ChangeProgress::Storing => match engine.rebuilt {
-                Some(rebuilt) if change.who_stored().contains(id(rebuilt)) => ChangeProgress::Through,
+                Some(rebuilt) if change.stored_by().contains(id(rebuilt)) => ChangeProgress::Through,
                 _ => progress,
             },
             _ => progress,

@@ -198,7 +198,7 @@ impl State {
                 holder(replica) <= at(engine).generation && link == at(engine).link(replica)
             }
             Message::Stored { engine, replica, number } => {
-                at(engine).waits_for(number) && !at(engine).who_stored().has(replica)
+                at(engine).waits_for(number) && !at(engine).stored_by().has(replica)
             }
             Message::Applied { engine, replica, link, write } => {
                 let engine = at(engine);
@@ -296,8 +296,8 @@ impl Engine {
     }
 
     /// Returns the replicas that have stored the pending view.
-    pub(crate) fn who_stored(&self) -> Bits {
-        self.underway.as_ref().map_or(Bits::NONE, |underway| bits(underway.change.who_stored()))
+    pub(crate) fn stored_by(&self) -> Bits {
+        self.underway.as_ref().map_or(Bits::NONE, |underway| bits(underway.change.stored_by()))
     }
 
     /// Returns true if the view `number` is under way.

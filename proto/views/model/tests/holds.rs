@@ -50,7 +50,7 @@ fn random_walks() {
 
 /// A start leaves out replicas that it has reached.
 #[test]
-fn random_walks_where_starts_leave_replicas_out() {
+fn random_walks_with_starts_that_leave_replicas_out() {
     for (replicas, keeps_grants) in [(2, false), (3, false), (2, true), (3, true)] {
         for limits in [LIMITS, HEALING] {
             let limits = Limits { replicas, keeps_grants, offenders: true, ..limits };
@@ -70,7 +70,7 @@ fn random_walks_where_starts_leave_replicas_out() {
 }
 
 #[test]
-fn the_states_nearest_to_the_start_where_starts_leave_replicas_out() {
+fn the_nearest_states_with_starts_that_leave_replicas_out() {
     for replicas in [2, 3] {
         let limits =
             Limits { replicas, writes: 2, changes: 2, replica_crashes: false, offenders: true, ..HEALING };
@@ -81,7 +81,7 @@ fn the_states_nearest_to_the_start_where_starts_leave_replicas_out() {
 
 /// Numbers of generations are used again, by engines that draw their nonces.
 #[test]
-fn random_walks_where_hosts_lose_what_they_remember() {
+fn random_walks_with_hosts_that_lose_their_state_files() {
     for replicas in [2, 3] {
         let limits = Limits { replicas, keeps_grants: true, losses: 2, ..HEALING };
         walks(&Model::new(limits, None), replicas, 1..=500);
@@ -90,7 +90,7 @@ fn random_walks_where_hosts_lose_what_they_remember() {
 
 /// The controller draws numbers again and has forgotten grants.
 #[test]
-fn random_walks_where_the_store_is_restored_from_a_backup() {
+fn random_walks_with_a_store_restored_from_a_backup() {
     for replicas in [2, 3] {
         let limits = Limits { replicas, restores: 2, losses: 1, giving_up: false, ..LIMITS };
         walks(&Model::new(limits, None), replicas, 1..=500);

@@ -75,7 +75,7 @@ async fn serves_metrics_and_health() {
 }
 
 #[tokio::test]
-async fn refuses_what_it_does_not_serve() {
+async fn unknown_requests_are_refused() {
     let (address, _, server) = serving().await;
     assert!(get(address, "/").await.starts_with("HTTP/1.1 404 "));
     let posted = ask(address, "POST /metrics HTTP/1.1\r\nHost: here\r\nContent-Length: 0\r\n\r\n").await;
@@ -88,7 +88,7 @@ async fn refuses_what_it_does_not_serve() {
 }
 
 #[tokio::test]
-async fn clients_that_say_nothing_hold_up_nobody_for_long() {
+async fn silent_clients_do_not_delay_others_for_long() {
     let (address, _, server) = serving().await;
     let mut silent = Vec::new();
     for _ in 0..CONNECTIONS_MAX {
