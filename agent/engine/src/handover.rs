@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_parent_says_what_it_has_passed() {
+    fn the_list_of_passed_sockets_is_read_or_refused() {
         let two = listed("12:nbd-1-0-0,5:nbd-1-0-1").unwrap();
         assert_eq!(two, [(12, "nbd-1-0-0".to_owned()), (5, "nbd-1-0-1".to_owned())]);
         assert!(listed("").unwrap().is_empty());
@@ -222,14 +222,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn names_say_whose_they_are(attach: u64, restart: u32, nonce: u64, queue in 0..MAX_QUEUES) {
+        fn socket_names_read_back(attach: u64, restart: u32, nonce: u64, queue in 0..MAX_QUEUES) {
             let generation = Generation::new(attach, restart).of_nonce(nonce);
             let name = Name { generation, queue };
             prop_assert_eq!(name.to_string().parse(), Ok(name));
         }
 
         #[test]
-        fn nothing_else_is_a_name(text in "(nbd-)?[-+0-9a-fA-F]{0,12}") {
+        fn other_texts_are_not_names_of_sockets(text in "(nbd-)?[-+0-9a-fA-F]{0,12}") {
             if let Ok(name) = text.parse::<Name>() {
                 prop_assert_eq!(name.to_string(), text);
             }

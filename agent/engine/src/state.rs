@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_a_file_from_before_there_was_a_nonce() {
+    fn reads_a_file_without_a_nonce() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
         fs::write(&path, r#"{"generation":{"attach":3,"restart":4},"device":null}"#).unwrap();
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn knows_whose_sockets_are_its_own() {
+    fn accepts_only_sockets_of_the_previous_process_of_its_attachment() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
         let open = |attach| EngineState::open(&path, attach, 0).unwrap();
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn lost_writes_are_remembered_until_the_volume_is_attached_anew() {
+    fn lost_writes_are_remembered_until_the_next_attachment() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
         let open = |attach, continues| EngineState::open(&path, attach, continues).unwrap();

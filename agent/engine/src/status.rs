@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_meter_shows_what_is_left_and_how_fast() {
+    fn a_meter_shows_the_bytes_left_and_the_speed() {
         let mut now = Instant::now();
         let mut meter = Meter::new(1000 << 20, now);
         for left in [900, 800, 700u64] {

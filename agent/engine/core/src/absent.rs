@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn trust_begins_anew_with_each_count_and_rebuild() {
+    fn trust_restarts_with_each_count_and_rebuild() {
         let mut absent = counted(&[]);
         assert_eq!(absent.trusted(), PeerMask::one(PEER));
         absent.distrust(PEER);

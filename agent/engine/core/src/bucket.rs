@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn takes_its_share_of_a_busy_frontend_and_everything_of_an_idle_one() {
+    fn takes_its_share_of_a_busy_frontend_and_all_of_an_idle_one() {
         let limits = CopyLimits { bytes_per_s: 0, share_percent: 20 };
         let bytes = copied(limits, 40 << 20);
         assert!((995 << 20..1005 << 20).contains(&bytes), "a fifth of what moves: {bytes}");
@@ -119,13 +119,13 @@ mod tests {
     }
 
     #[test]
-    fn always_goes_on() {
+    fn copies_always_continue() {
         let limits = CopyLimits { bytes_per_s: 0, share_percent: 1 };
         assert!(copied(limits, 1) >= 39 << 20);
     }
 
     #[test]
-    fn what_cannot_wait_makes_debts_with_a_bound() {
+    fn writes_that_cannot_wait_make_bounded_debts() {
         let limits = CopyLimits { bytes_per_s: 8 << 20, share_percent: 50 };
         let mut bucket = Bucket::new(limits);
         for _ in 0..1000 {

@@ -104,7 +104,7 @@ impl Clearing {
     }
 
     /// Returns a stamp that no replica is current with before the end of the next turn.
-    pub fn stamp_of_nobody(&self) -> u32 {
+    pub fn unreached_stamp(&self) -> u32 {
         self.stamp.saturating_add(2)
     }
 

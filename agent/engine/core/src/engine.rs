@@ -411,7 +411,7 @@ impl EngineCore {
     /// stamps of the next turn.
     pub fn start_full_copy(&mut self, peer: PeerIndex) {
         self.rebuilds.start_copy(peer);
-        self.absent.stamped(PeerMask::one(peer), self.clearing.stamp_of_nobody());
+        self.absent.stamped(PeerMask::one(peer), self.clearing.unreached_stamp());
     }
 
     /// Marks the out-of-sync set of `peer` as incomplete: the members know only a part, or `peer` has lost

@@ -190,7 +190,7 @@ mod tests {
         /// flight, or one that was completed after the last answered flush was sent. Such a region is never
         /// cleared, and always counts as dirty.
         #[test]
-        fn never_clears_what_is_not_flushed(deeds in prop::collection::vec(deed(), 1..200)) {
+        fn never_clears_unflushed_regions(deeds in prop::collection::vec(deed(), 1..200)) {
             let mut intent = WriteIntent::new(REGIONS);
             let mut in_flight: Vec<u32> = Vec::new();
             let mut unflushed: BTreeSet<u32> = BTreeSet::new();
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_cooled_down_is_cleared_after_one_turn() {
+    fn cooled_regions_are_cleared_after_one_turn() {
         let mut intent = WriteIntent::new(REGIONS);
         intent.touch(1..3);
         intent.touch(5..6);
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_alone_is_cleared_after_two_turns() {
+    fn untouched_regions_are_cleared_after_two_turns() {
         let mut intent = WriteIntent::new(REGIONS);
         intent.touch(1..3);
         intent.touch(5..6);

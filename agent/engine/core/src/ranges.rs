@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn writes_to_one_block_go_one_by_one() {
+    fn writes_to_one_block_run_one_by_one() {
         let mut table = RangeTable::new(8);
         let part = |n: u64| ByteRange::new(n * 512, 512).unwrap();
         assert!(table.enter(slot(0), part(0), Modify));
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_go_together_and_hold_writes_up() {
+    fn reads_run_together_and_hold_writes_up() {
         let mut table = RangeTable::new(8);
         assert!(table.enter(slot(0), blocks(0, 4), Read));
         assert!(table.enter(slot(1), blocks(0, 4), Read));
@@ -183,7 +183,7 @@ mod tests {
         /// Compares the table with a plain model: a request may start if no earlier unfinished one conflicts
         /// with it.
         #[test]
-        fn is_what_the_rule_says(
+        fn requests_start_in_the_order_of_a_plain_model(
             steps in prop::collection::vec((0u64..12, 1u64..5, 0u8..3, any::<prop::sample::Index>()), 1..60),
         ) {
             let mut table = RangeTable::new(64);

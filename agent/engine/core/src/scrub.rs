@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_not_answered_does_not_count() {
+    fn members_without_an_answer_do_not_count() {
         let mut sums = [None; MAX_MEMBERS];
         let check = |sum| Some(VolumeCheck::unconfirmed(sum));
         (sums[1], sums[2], sums[3]) = (check(1), check(2), check(1));
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn a_closer_look_goes_block_by_block_and_no_further_than_the_piece() {
+    fn a_closer_look_compares_each_block_of_the_piece_and_no_other() {
         let mut scrub = scrub(0);
         assert_eq!(scrub.next_step(3 << 20), ScrubStep::Compare(range(0, 256)));
         scrub.look_closer(range(0, 128));
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_makes_a_scrub_wait_where_it_is() {
+    fn the_limit_makes_a_scrub_wait_at_its_position() {
         let mut scrub = scrub(1 << 20);
         assert_eq!(scrub.next_step(8 << 20), ScrubStep::Compare(range(0, 256)));
         assert_eq!((scrub.next_step(8 << 20), scrub.at_bytes()), (ScrubStep::Wait, 1 << 20));
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn suspects_go_block_by_block_up_to_the_end_of_the_volume() {
+    fn suspects_are_compared_block_by_block_up_to_the_end_of_the_volume() {
         let mut suspects = Suspects::default();
         assert!(suspects.add(range(1, 2)) && !suspects.add(range(2, 1)), "it is known");
         assert_eq!(suspects.next_block(2 * BLOCK_BYTES + 512), Some(range(1, 1)));

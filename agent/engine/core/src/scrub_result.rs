@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn without_kept_sums_it_counts_what_is_shown() {
+    fn without_kept_sums_the_shown_contents_are_compared() {
         assert_eq!(scrub_result(&[(1, NONE, NONE), (2, NONE, NONE)]), ScrubResult::LookFurther);
         assert_eq!(scrub_result(&[(1, NONE, 7), (2, NONE, 7)]), ScrubResult::Equal, "laid out otherwise");
         assert_eq!(scrub_result(&[(1, NONE, 7), (2, NONE, 8)]), ScrubResult::Undecided(vec![0, 1]));
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_wrong_where_the_others_agree() {
+    fn an_unreadable_copy_is_wrong_if_the_others_agree() {
         assert_eq!(scrub_result(&[(1, 1, NONE), (NONE, 1, NONE)]), odd(&[1], &[0]));
         assert_eq!(scrub_result(&[(1, 1, NONE), (NONE, NONE, NONE)]), odd(&[1], &[0]));
         assert_eq!(
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_another_one_confirms_is_kept() {
+    fn only_sums_that_another_member_confirms_are_kept() {
         let kept_after = |is_repaired: bool, members: &[(u32, u32)]| {
             let some = |sum| Some(sum).filter(|sum| *sum != NONE);
             let checksums = |(sum, kept): &(u32, u32)| ReplicaChecksums {

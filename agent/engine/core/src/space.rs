@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn the_later_ones_move_up() {
+    fn later_requests_move_up() {
         let mut space = Space::new(4);
         for slot in 0..3 {
             space.wait(id(slot), WRITE, 1000);

@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn the_answer_of_a_member_that_has_left_says_nothing() {
+    fn answers_of_members_that_have_left_are_ignored() {
         for read in [Ok(true), Ok(false), Err(Answer::Rotten), Err(Answer::Io)] {
             let mut search = BlockSearch::after(member(1), block(), Answer::Rotten, &mut 0).unwrap();
             assert!(!search.answered(member(2), false, read).unwrap());

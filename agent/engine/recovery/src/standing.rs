@@ -147,18 +147,18 @@ mod tests {
     }
 
     #[test]
-    fn who_is_late_again_and_again_stays_away_longer_and_then_for_good() {
+    fn a_repeatedly_late_replica_stays_out_longer_and_then_for_good() {
         let out = f64::INFINITY;
         assert_eq!(pauses(DropCause::Late, 1000, false), [0., 10., 30., 60., 120., 300., out, out, out, out]);
     }
 
     #[test]
-    fn who_is_needed_comes_back() {
+    fn a_needed_replica_returns_after_bounded_pauses() {
         assert_eq!(pauses(DropCause::Late, 1000, true), [0., 10., 30., 30., 30., 30., 30., 30., 30., 30.]);
     }
 
     #[test]
-    fn a_replica_without_space_comes_back_now_and_then() {
+    fn a_replica_without_space_is_tried_again_after_growing_pauses() {
         assert_eq!(pauses(DropCause::Full, 1000, false), [1., 1., 2., 4., 10., 30., 60., 120., 300., 900.]);
         assert_eq!(pauses(DropCause::Full, 1000, true), [1., 1., 2., 4., 10., 30., 30., 30., 30., 30.]);
         assert_eq!(pauses(DropCause::Full, 3600, false), [1.; 10]);
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drop_for_which_nothing_has_waited_counts_for_nothing() {
+    fn a_drop_without_waiting_requests_does_not_count() {
         assert_eq!(pauses(DropCause::Unused, 1, false), [0.; 10]);
     }
 

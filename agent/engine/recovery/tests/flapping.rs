@@ -80,8 +80,8 @@ impl Volume {
             breaks: 0,
             standing: has_pauses.then(Standing::default),
         };
-        volume.comes_back(1, 0);
-        volume.comes_back(2, 0);
+        volume.reconnects(1, 0);
+        volume.reconnects(2, 0);
         volume
     }
 
@@ -90,7 +90,7 @@ impl Volume {
         self.coming.insert((self.now_ms + after_ms, self.number), (peer, event));
     }
 
-    fn comes_back(&mut self, peer: PeerIndex, after_ms: u64) {
+    fn reconnects(&mut self, peer: PeerIndex, after_ms: u64) {
         let missing = Box::new(RegionSet::empty(Regions::of(SIZE_BYTES).count()));
         self.comes(after_ms, peer, Event::Rebuild { peer, missing });
     }
@@ -126,7 +126,7 @@ impl Volume {
         let RebuildDelay::For(pause) = delay else {
             panic!("a connection that breaks leaves no replica out")
         };
-        self.comes_back(peer, u64::try_from(pause.as_millis()).unwrap());
+        self.reconnects(peer, u64::try_from(pause.as_millis()).unwrap());
     }
 
     /// Advances the time by a tick.
@@ -194,6 +194,6 @@ fn a_replica_that_flaps_prevents_no_rebuild_of_another_one() {
 
 /// Without the pauses the test would fail: it is about them.
 #[test]
-fn without_pauses_it_would() {
+fn without_pauses_a_flapping_replica_prevents_every_rebuild() {
     assert_eq!(most_breaks(200, false), ENDLESS);
 }

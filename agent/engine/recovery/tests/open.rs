@@ -265,7 +265,7 @@ fn calls(engine: &Engine) -> Vec<String> {
 }
 
 #[test]
-fn sets_are_asked_for_after_the_proposal_and_nothing_is_committed_before_all_have_answered() {
+fn sets_are_requested_after_the_proposal_and_answered_before_the_commit() {
     let mut engine = engine(2, &[1, 2], false);
     let opened = open(&mut engine, &volume(2)).unwrap();
     assert_eq!(opened.connections, [id(1), id(2)]);
@@ -402,7 +402,7 @@ fn an_offender_is_waited_for_as_a_replica_that_does_not_answer() {
 }
 
 #[test]
-fn a_stamp_that_only_an_offender_knows_is_given_to_nobody() {
+fn a_stamp_that_only_an_offender_knows_is_not_used() {
     let mut offenders = Offenders::default();
     let forget = |engine: &mut Engine| {
         [0, 2].into_iter().for_each(|place| engine.reached[place].welcome.stamp = None);
@@ -414,7 +414,7 @@ fn a_stamp_that_only_an_offender_knows_is_given_to_nobody() {
 }
 
 #[test]
-fn half_of_a_view_goes_on_without_an_offender_only_with_a_grant() {
+fn half_of_a_view_continues_without_an_offender_only_with_a_grant() {
     let mut offenders = Offenders::default();
     fail(&mut offenders, 2, |_| {});
     let granted = View {

@@ -169,7 +169,7 @@ fn an_error_is_passed_on() {
 }
 
 #[test]
-fn a_ping_that_is_answered_with_an_error_is_no_pong() {
+fn a_ping_answered_with_an_error_is_reported_as_failed() {
     for outcome in [Ok(()), Err(Errno::IO)] {
         let mut bench = Bench::new();
         bench.link.ping(&mut bench.events);
@@ -195,7 +195,7 @@ fn damaged_data_is_a_failure_of_the_replica() {
 }
 
 #[test]
-fn answers_to_what_was_not_asked_are_failures() {
+fn answers_without_their_request_are_failures() {
     let read = Header::request(Opcode::Read, ID_REQUEST | 1, 8192, 4096);
     let far = Header::request(Opcode::Write, ID_REQUEST | 99, 8192, 4096);
     let mut replica = Bench::new();
@@ -311,7 +311,7 @@ fn a_newer_engine_without_proof_is_a_failure_of_the_replica() {
 }
 
 #[test]
-fn a_copy_is_looked_at_block_by_block() {
+fn zero_blocks_of_a_copy_are_found() {
     let mut bench = Bench::new();
     let request = bench.ask(Operation::Read, DEPTH, 64 << 10, 4096);
     let mut data = vec![0; 64 << 10];
@@ -328,7 +328,7 @@ fn a_copy_is_looked_at_block_by_block() {
 }
 
 #[test]
-fn parts_of_a_copy_are_sent_from_where_they_are() {
+fn parts_of_a_copy_are_sent_from_their_place_in_the_slot() {
     let mut bench = Bench::new();
     bench.arena.buf(usize::from(DEPTH)).part(8192, 4096).copy_from(&[5; 4096]);
     let request = bench.ask(Operation::Write { fua: false }, DEPTH, 4096, 8192);
@@ -436,7 +436,7 @@ fn the_queue_before_a_ping_is_short() {
 /// All that the core lets be in flight is queued first: half of the requests are reads. The bytes of the
 /// stream are counted, so that the speed of the machine does not matter.
 #[test]
-fn a_ping_stands_behind_no_more_than_the_requests_in_flight() {
+fn a_ping_waits_for_no_more_than_the_requests_in_flight() {
     let requests = u16::try_from(ENGINE_FLIGHT_REQUESTS_MAX).unwrap();
     let mut bench = Bench::with(LinkSlots { depth: 2 * requests, copies: COPY_SLOTS });
     let write_bytes = ENGINE_FLIGHT_BYTES_MAX / u64::from(requests);

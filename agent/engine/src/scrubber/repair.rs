@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn a_piece_goes_in_patches_that_fit() {
+    fn a_piece_is_split_into_patches_that_fit() {
         let data: Vec<u8> = (0..=255).flat_map(|block| [block; BLOCK]).collect();
         let held = Held { piece: range(0, 256), runs: vec![range(2, 1), range(127, 3)], data };
         let patches = held.patches("volume-snap-a.img", range(0, 256));

@@ -23,7 +23,7 @@ fn start_equal(volume: &mut Volume) {
 }
 
 #[test]
-fn after_a_stop_there_is_nothing_to_make_equal() {
+fn after_a_stop_no_region_needs_a_resync() {
     let mut volume = Volume::start(3, 64 << 20);
     let load = Load::start(&volume, 20);
     load.wait_for_writes(500);
@@ -37,7 +37,7 @@ fn after_a_stop_there_is_nothing_to_make_equal() {
 }
 
 #[test]
-fn writers_that_go_on_until_the_end_leave_nothing_to_make_equal_either() {
+fn after_a_stop_under_load_no_region_needs_a_resync() {
     let mut volume = Volume::start(3, 64 << 20);
     let load = Load::start(&volume, 21);
     load.wait_for_writes(500);

@@ -50,7 +50,7 @@ fn an_error_of_the_last_replica_is_logged_with_its_cause() {
 }
 
 #[test]
-fn what_no_volume_can_do_is_logged_and_counted() {
+fn invalid_requests_are_logged_and_counted() {
     let mut volume = Volume::start(1, 16 << 20);
     let mut client = Nbd::connect(&volume.frontend(), "v1").unwrap();
     assert_eq!(failed_read(&mut client, volume.size_bytes), Some(22));

@@ -14,7 +14,7 @@ fn has(engine: &EngineStatus, size_bytes: u64) -> bool {
 }
 
 /// Checks that the new part reads as zeroes and keeps its writes.
-fn use_what_is_new(volume: &Volume, from: u64) {
+fn use_added_range(volume: &Volume, from: u64) {
     let mut nbd = Nbd::connect(&volume.frontend(), "v1").unwrap();
     assert_eq!(nbd.size_bytes, volume.size_bytes);
     let end = volume.size_bytes - 4096;
@@ -36,7 +36,7 @@ fn a_volume_grows_again_and_again_under_load() {
         volume.expand(size_bytes);
         volume.wait("it has grown", move |engine| has(engine, size_bytes));
         if size_bytes > LARGER {
-            use_what_is_new(&volume, from);
+            use_added_range(&volume, from);
         }
         load.wait_for_writes(200);
     }
@@ -60,7 +60,7 @@ fn a_volume_grows_again_and_again_under_load() {
 }
 
 #[test]
-fn a_replica_that_was_away_follows_and_gets_what_it_missed() {
+fn an_absent_replica_grows_and_gets_its_missed_regions() {
     let mut volume = Volume::start(3, SIZE);
     let load = Load::start(&volume, 33);
     load.wait_for_writes(100);
@@ -68,7 +68,7 @@ fn a_replica_that_was_away_follows_and_gets_what_it_missed() {
     volume.wait("one has left", |engine| engine.view.unwrap().members.len() == 2);
     volume.expand(LARGER);
     volume.wait("it has grown", |engine| has(engine, LARGER));
-    use_what_is_new(&volume, SIZE);
+    use_added_range(&volume, SIZE);
     volume.start_replica(1);
     volume.wait("all are members", |engine| {
         engine.view.unwrap().members.len() == 3
@@ -96,7 +96,7 @@ fn the_next_engine_ends_an_expansion_that_was_cut_off() {
     assert!(!volume.log_of_replica(2).contains("the volume has grown"), "it came before the one that hangs");
     volume.start_engine();
     volume.wait("it serves", |engine| has(engine, LARGER) && engine.resync.is_none());
-    use_what_is_new(&volume, SIZE);
+    use_added_range(&volume, SIZE);
     Load::start(&volume, 35).stop_and_verify(&volume);
     volume.stop();
     volume.assert_equal();
@@ -112,7 +112,7 @@ fn a_replica_that_hangs_does_not_stop_an_expansion() {
     volume.pause(2);
     volume.expand(LARGER);
     volume.wait("it has grown", |engine| has(engine, LARGER));
-    use_what_is_new(&volume, SIZE);
+    use_added_range(&volume, SIZE);
     volume.resume(2);
     volume.wait("all are members", |engine| engine.view.unwrap().members.len() == 3);
     load.stop_and_verify(&volume);
@@ -139,7 +139,7 @@ fn a_replica_that_is_too_large_is_taken_once_the_engine_knows() {
     volume.wait("it is a member", |engine| {
         has(engine, LARGER) && engine.view.is_some_and(|view| view.members.len() == 3)
     });
-    use_what_is_new(&volume, SIZE);
+    use_added_range(&volume, SIZE);
     load.stop_and_verify(&volume);
     volume.stop();
     volume.assert_equal();
@@ -159,7 +159,7 @@ fn an_engine_that_waits_for_a_grant_takes_an_expansion() {
     volume.wait_for_growth(0);
     volume.start_replica(1);
     volume.wait("it serves", |engine| has(engine, LARGER));
-    use_what_is_new(&volume, SIZE);
+    use_added_range(&volume, SIZE);
     volume.stop();
     volume.assert_equal();
 }
@@ -172,7 +172,7 @@ fn a_volume_that_is_not_attached_grows_with_its_next_start() {
     volume.size_bytes = LARGER;
     volume.start_engine();
     volume.wait("it serves", |engine| has(engine, LARGER));
-    use_what_is_new(&volume, SIZE);
+    use_added_range(&volume, SIZE);
     volume.stop();
     volume.assert_equal();
 }

@@ -44,7 +44,7 @@ fn two_of_three_on_a_disk_that_hangs_are_waited_for() {
 }
 
 #[test]
-fn one_of_three_whose_disk_hangs_is_dropped_and_comes_back_later_each_time() {
+fn one_of_three_whose_disk_hangs_is_dropped_and_returns_later_each_time() {
     let mut volume = volume(2);
     let load = Load::start(&volume, 42);
     load.wait_for_writes(100);

@@ -89,7 +89,7 @@ fn one_member_that_has_kept_everything_is_enough() {
 }
 
 #[test]
-fn an_attachment_that_begins_after_the_loss_has_nobody_to_tell() {
+fn an_attachment_that_begins_after_the_loss_reports_no_lost_writes() {
     let mut volume = written();
     volume.kill_engine();
     for number in 0..2 {

@@ -26,7 +26,7 @@ use volume::Volume;
 pub const LIMIT: Duration = Duration::from_secs(60);
 
 #[test]
-fn a_replica_that_was_killed_comes_back_by_what_it_missed() {
+fn a_killed_replica_is_rebuilt_by_its_out_of_sync_regions() {
     let mut volume = Volume::start(3, 64 << 20);
     let load = Load::start(&volume, 1);
     load.wait_for_writes(200);
@@ -47,7 +47,7 @@ fn a_replica_that_was_killed_comes_back_by_what_it_missed() {
 }
 
 #[test]
-fn a_short_copy_tells_all_that_it_brings() {
+fn a_short_copy_logs_all_bytes_that_it_copies() {
     const REGIONS: u64 = 5;
     let mut volume = Volume::start(3, 64 << 20);
     volume.kill(1);
@@ -111,7 +111,7 @@ fn after_the_death_of_the_engine_the_members_are_made_equal() {
 }
 
 #[test]
-fn one_of_two_goes_on_with_the_arbiters_grant() {
+fn one_of_two_continues_with_the_grant_of_the_arbiter() {
     let mut volume = Volume::start(2, 64 << 20);
     let load = Load::start(&volume, 7);
     load.wait_for_writes(100);
@@ -135,7 +135,7 @@ fn one_of_two_goes_on_with_the_arbiters_grant() {
 }
 
 #[test]
-fn one_of_two_goes_on_when_the_other_one_is_back() {
+fn one_of_two_continues_when_the_other_one_is_back() {
     let mut volume = Volume::start(2, 16 << 20);
     let load = Load::start(&volume, 8);
     load.wait_for_writes(100);
@@ -175,7 +175,7 @@ fn a_start_with_one_of_two_waits_for_the_arbiter() {
 }
 
 #[test]
-fn a_start_with_one_of_two_goes_on_when_the_other_one_is_back() {
+fn a_start_with_one_of_two_continues_when_the_other_one_is_back() {
     let mut volume = Volume::start(2, 16 << 20);
     volume.stop_engine();
     volume.kill(0);
@@ -228,7 +228,7 @@ fn a_replica_is_given_up_when_it_is_not_in_the_view() {
 }
 
 #[test]
-fn a_copy_that_was_interrupted_goes_on() {
+fn a_copy_continues_after_an_interruption() {
     let mut volume = Volume::start(2, 64 << 20);
     let load = Load::start(&volume, 11);
     load.wait_for_writes(1000);
@@ -303,7 +303,7 @@ fn a_directory_that_is_lost_while_its_replica_is_away_is_filled_again() {
 /// An agent, and then its engine, may be restarted between the question and the answer. An agent may miss the
 /// change from no question to a question, so the question is shown until it is answered.
 #[test]
-fn a_question_to_the_arbiter_that_nobody_answers_is_asked_until_somebody_does() {
+fn a_grant_is_requested_until_the_arbiter_answers() {
     let mut volume = Volume::start(2, 16 << 20);
     let load = Load::start(&volume, 26);
     load.wait_for_writes(100);

@@ -95,7 +95,7 @@ fn assert_rebuilt(mut volume: Volume) {
 }
 
 #[test]
-fn a_restored_replica_is_no_member_of_the_first_view() {
+fn a_restored_replica_is_not_a_member_of_the_first_view() {
     let (mut volume, older) = with_an_older_state();
     volume.kill_engine();
     volume.kill(VICTIM);
@@ -106,7 +106,7 @@ fn a_restored_replica_is_no_member_of_the_first_view() {
 }
 
 #[test]
-fn a_restored_replica_does_not_come_back_by_what_it_missed() {
+fn a_restored_replica_is_not_rebuilt_by_its_out_of_sync_regions() {
     let (mut volume, older) = with_an_older_state();
     volume.kill(VICTIM);
     volume.wait("it has left", |engine| engine.view.is_some_and(|view| view.members.len() == 2));

@@ -25,7 +25,7 @@ fn difference(one: &[u8], other: &[u8]) -> Option<usize> {
 }
 
 #[test]
-fn a_client_that_takes_its_answer_slowly_gets_what_was_written() {
+fn a_client_that_reads_its_answer_slowly_gets_the_written_data() {
     let mut volume = Volume::start(1, 16 << 20);
     let mut nbd = Nbd::connect(&volume.frontend(), "v1").unwrap();
     let data = pattern(1);
@@ -43,7 +43,7 @@ fn a_client_that_takes_its_answer_slowly_gets_what_was_written() {
 }
 
 #[test]
-fn a_client_that_sends_its_data_slowly_writes_what_it_has_sent() {
+fn a_client_that_sends_its_data_slowly_writes_all_of_it() {
     let mut volume = Volume::start(1, 16 << 20);
     let mut nbd = Nbd::connect(&volume.frontend(), "v1").unwrap();
     nbd.write(0, &pattern(2)).unwrap();

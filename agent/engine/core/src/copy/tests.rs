@@ -35,7 +35,7 @@ fn runs(copy: &mut Copy, zeroes: ZeroBlocks) -> Vec<(u64, u64, bool)> {
 }
 
 #[test]
-fn zeroes_and_data_go_in_runs() {
+fn zeroes_and_data_are_written_in_runs() {
     assert_eq!(runs(&mut rebuild(64 << 10), [0; 4]), [(0, 64 << 10, false)]);
     assert_eq!(runs(&mut rebuild(64 << 10), [u64::MAX; 4]), [(0, 64 << 10, true)]);
     let mixed = runs(&mut rebuild(16 << 10), [0b0110, 0, 0, 0]);
@@ -45,7 +45,7 @@ fn zeroes_and_data_go_in_runs() {
 }
 
 #[test]
-fn a_large_region_goes_in_pieces() {
+fn a_large_region_is_split_into_pieces() {
     let mut copy = rebuild((2 << 20) + 4096);
     let mut lengths = Vec::new();
     while copy.next_action() == CopyAction::Read {
@@ -71,7 +71,7 @@ fn a_copy_ends_without_targets_or_a_source() {
 }
 
 #[test]
-fn the_source_is_no_target_of_its_piece() {
+fn the_source_is_not_a_target_of_its_piece() {
     let mut resync = Copy::new(CopyReason::Resync { region: 0 }, range(4096), peers(&[0, 1]));
     assert!(resync.read_from(Some(1), peers(&[0, 1, 2])).is_some());
     assert_eq!(resync.targets(), peers(&[0, 2]), "the members at the time");
@@ -95,7 +95,7 @@ fn a_member_with_rot_gets_the_piece_from_another() {
 }
 
 #[test]
-fn rot_of_all_members_is_looked_for_block_by_block_and_copied_unchanged() {
+fn rot_of_all_members_is_narrowed_to_blocks_and_copied_unchanged() {
     let mut copy = rebuild(2 * 4096);
     copy.found_rot(0);
     assert_eq!(copy.all_sources_rotten(), NoSource::Narrowed);
@@ -125,7 +125,7 @@ fn a_full_member_becomes_the_source_of_a_failed_request_once() {
 }
 
 #[test]
-fn rot_beside_a_failed_request_is_looked_for_in_single_blocks_first() {
+fn rot_beside_a_failed_request_is_narrowed_to_single_blocks_first() {
     let mut copy = failed(2 * 4096);
     assert_eq!(copy.found_rot(0), None);
     assert_eq!(copy.found_rot(0), Some(range(4096)));

@@ -241,7 +241,7 @@ fn a_write_is_done_when_every_member_has_it() {
 }
 
 #[test]
-fn reads_go_to_one_member_in_turn() {
+fn reads_are_sent_to_one_member_in_turn() {
     let mut bench = Bench::new(3);
     let mut turns = Vec::new();
     for slot in 0..6 {
@@ -279,7 +279,7 @@ fn overlapping_writes_are_sent_one_after_another() {
 }
 
 #[test]
-fn a_lost_replica_leaves_and_the_write_goes_on() {
+fn a_lost_replica_leaves_and_the_write_continues() {
     let mut bench = Bench::new(3);
     bench.submit(0, WRITE, 0);
     bench.reply(0, 0, Ok(()));
@@ -344,7 +344,7 @@ fn one_of_two_waits_for_the_arbiter() {
 }
 
 #[test]
-fn one_who_leaves_can_make_the_grant_needless() {
+fn a_leaving_member_that_stores_the_view_makes_the_grant_needless() {
     let mut bench = Bench::new(2);
     bench.lose(1);
     bench.view_stored(0, 2);
@@ -353,7 +353,7 @@ fn one_who_leaves_can_make_the_grant_needless() {
 }
 
 #[test]
-fn a_further_loss_while_the_arbiter_is_asked_is_the_end() {
+fn a_further_loss_while_the_arbiter_is_asked_freezes_the_volume() {
     let mut bench = Bench::new(4);
     bench.lose(3);
     bench.lose(2);
@@ -384,7 +384,7 @@ fn sent(out: &[Output], slot: u16) -> Vec<(PeerIndex, Operation)> {
 }
 
 #[test]
-fn an_io_error_of_one_is_not_the_writers() {
+fn an_io_error_of_one_member_does_not_fail_the_request() {
     let mut bench = Bench::new(3);
     bench.submit(0, Operation::Flush, 0);
     bench.reply(0, 0, Ok(()));
@@ -397,7 +397,7 @@ fn an_io_error_of_one_is_not_the_writers() {
 }
 
 #[test]
-fn an_answer_that_nobody_asked_for_is_a_failure() {
+fn an_unexpected_answer_is_a_failure() {
     let mut bench = Bench::new(3);
     let out = bench.reply(1, 3, Ok(()));
     assert!(matches!(&out[0], Output::Drop { peer: 1, reason, .. } if reason.contains("did not get")));

@@ -76,7 +76,7 @@ fn a_region_that_few_members_have_modified_is_copied_from_the_others() {
 }
 
 #[test]
-fn requests_wait_until_their_regions_are_equal_and_the_others_go_on() {
+fn requests_wait_until_their_regions_are_equal_and_others_continue() {
     let mut bench = unequal(&[0, 5]);
     let out = bench.submit(0, WRITE, 2 * REGION_BLOCKS);
     assert_eq!(sent_to(&out, 0), [0, 1, 2]);
@@ -150,7 +150,7 @@ fn a_member_without_space_for_a_copy_leaves() {
 }
 
 #[test]
-fn who_is_alone_is_equal() {
+fn a_single_member_needs_no_resync() {
     let mut config = config(2, 2);
     config.dirty = region_set(&[0, 1, 2, 3]);
     let mut bench = Bench::with(&config);
@@ -276,7 +276,7 @@ fn no_stamp_follows_one_that_a_member_may_not_have() {
 /// Adds the writes that the rebuilding replica was sent and did not miss: after their clearing no member
 /// counts them.
 #[test]
-fn a_rebuilding_replica_that_comes_back_without_its_stamps_lacks_more() {
+fn a_rebuilding_replica_that_returns_without_its_stamps_lacks_more() {
     let mut bench = Bench::with(&config(3, 2));
     bench.core.start_full_copy(2);
     let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[])) });
@@ -289,7 +289,7 @@ fn a_rebuilding_replica_that_comes_back_without_its_stamps_lacks_more() {
 }
 
 #[test]
-fn stamps_go_on_while_the_same_region_is_written_again_and_again() {
+fn stamps_continue_while_the_same_region_is_written_repeatedly() {
     let mut bench = Bench::new(2);
     for turn in 1..6 {
         let out = bench.submit(0, WRITE, 0);
@@ -306,7 +306,7 @@ fn stamps_go_on_while_the_same_region_is_written_again_and_again() {
 }
 
 #[test]
-fn what_is_written_after_the_flush_was_sent_stays_dirty() {
+fn writes_after_the_flush_was_sent_stay_dirty() {
     let mut bench = cooled();
     let out = bench.submit(0, WRITE, 1);
     bench.reply(0, COPY, Ok(()));
@@ -321,7 +321,7 @@ fn scrub(repair: bool) -> Event {
 }
 
 #[test]
-fn a_scrub_sees_every_byte_and_holds_up_nobody_else() {
+fn a_scrub_compares_every_byte_while_writes_wait() {
     let mut bench = Bench::new(2);
     let out = bench.apply(scrub(true));
     assert_eq!(parts(&out, COPY)[0], (0, Operation::Verify, 0, SIZE_BYTES, 0));
@@ -360,7 +360,7 @@ fn checks<const N: usize>(sums: [u32; N]) -> [VolumeCheck; N] {
 }
 
 #[test]
-fn the_majority_repairs_the_odd_one() {
+fn the_majority_repairs_a_differing_member() {
     let (mut bench, out) = scrubbed(true, &checks([1, 2, 1]));
     assert_eq!(sent(&out, COPY), [(0, Operation::CheckedRead)]);
     assert_eq!(sent_to(&bench.submit(0, Operation::Read, 0), 0), [], "not before it is repaired");
@@ -419,7 +419,7 @@ fn cleared(out: &[Output]) -> Vec<(PeerIndex, Vec<(u32, u32)>)> {
 }
 
 #[test]
-fn what_can_be_is_flushed_and_cleared_at_once_before_the_end() {
+fn clear_all_flushes_and_clears_completed_writes_at_once() {
     let mut bench = Bench::new(3);
     let out = bench.submit(0, WRITE, 0);
     bench.answer(out, &[]);
@@ -440,7 +440,7 @@ fn what_can_be_is_flushed_and_cleared_at_once_before_the_end() {
 }
 
 #[test]
-fn what_is_in_flight_stays_dirty() {
+fn regions_of_writes_in_flight_stay_dirty() {
     let mut bench = Bench::new(3);
     bench.submit(0, WRITE, 0);
     let out = bench.submit(1, WRITE, 3 * REGION_BLOCKS);
@@ -495,7 +495,7 @@ fn a_clearing_ends_if_the_last_member_cannot_flush() {
 }
 
 #[test]
-fn what_may_be_kept_is_cleared_later() {
+fn regions_within_the_limit_to_keep_are_cleared_later() {
     let mut config = config(3, 3);
     (config.intent_interval_ms, config.intent_keep_bytes) = (1, 2 * 65536);
     let mut bench = Bench::with(&config);
@@ -517,7 +517,7 @@ fn what_may_be_kept_is_cleared_later() {
 }
 
 #[test]
-fn regions_stay_dirty_where_they_are_never_to_be_cleared() {
+fn regions_stay_dirty_if_the_clearing_interval_is_zero() {
     let mut config = config(3, 3);
     config.intent_interval_ms = 0;
     let mut bench = Bench::with(&config);

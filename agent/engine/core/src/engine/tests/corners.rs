@@ -40,7 +40,7 @@ fn a_rebuilding_replica_that_has_answered_before() {
 
 /// A time-out of less than a second is allowed (100 ms are the least in the configuration).
 #[test]
-fn nobody_is_late_after_a_pause_with_a_short_time_out() {
+fn no_member_is_late_after_a_pause_with_a_short_time_out() {
     let mut config = config(3, 3);
     config.replica_timeout_ms = 500;
     let mut bench = Bench::with(&config);

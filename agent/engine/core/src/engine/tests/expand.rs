@@ -16,7 +16,7 @@ fn expanded(out: &[Output]) -> Option<u64> {
 }
 
 #[test]
-fn what_is_new_is_served_and_counted() {
+fn the_added_range_is_served_and_counted() {
     let mut bench = Bench::new(3);
     bench.submit(0, WRITE, 7 * REGION_BLOCKS);
     let out = bench.apply(Event::Expand { size_bytes: 2 * SIZE_BYTES });
@@ -48,7 +48,7 @@ fn regions_that_become_larger_wait_for_those_that_are_made_equal() {
 }
 
 #[test]
-fn what_a_replica_misses_is_copied_to_it_in_larger_regions() {
+fn regions_that_a_replica_misses_are_copied_in_the_larger_size() {
     let mut config = config(3, 2);
     config.out_of_sync[2] = region_set(&[3, 6]);
     let mut bench = Bench::with(&config);

@@ -97,7 +97,7 @@ fn members_without_space_leave_one_after_another() {
 
 /// All replicas are on one disk, and two of three have got its last block.
 #[test]
-fn nobody_leaves_if_the_others_could_not_store_that() {
+fn no_member_leaves_if_the_others_lack_space_to_store_the_view() {
     let (mut bench, _) = torn(WRITE, &[1]);
     bench.tick(50);
     let out = bench.apply(Event::Pong { peer: 0, queue: 0, free_mib: 1000 });
@@ -110,7 +110,7 @@ fn nobody_leaves_if_the_others_could_not_store_that() {
 
 /// The disks may have become full since.
 #[test]
-fn an_answer_to_an_older_ping_says_nothing_of_space() {
+fn an_answer_to_an_older_ping_does_not_prove_free_space() {
     let mut bench = Bench::new(3);
     assert!(bench.tick(1000).iter().any(|output| matches!(output, Output::Ping { peer: 0, .. })));
     // The clock advances only with a tick: this may be later than the PINGs.
@@ -173,7 +173,7 @@ fn members_without_space_are_made_equal_before_the_request_fails() {
 }
 
 #[test]
-fn one_that_is_alone_differs_from_nobody() {
+fn a_single_member_without_space_fails_the_request_at_once() {
     let mut bench = Bench::new(1);
     bench.submit(0, WRITE, 0);
     assert_eq!(completed(&bench.reply(0, 0, Err(Errno::NO_SPACE)), 0), NO_SPACE);
@@ -241,7 +241,7 @@ fn two_requests_without_space_end() {
 
 /// All disks are full, and one had room for a little more than another.
 #[test]
-fn a_member_without_space_for_what_the_source_holds_becomes_the_source() {
+fn a_member_without_space_for_the_data_of_the_source_becomes_the_source() {
     let (mut bench, _) = torn(WRITE, &[0, 1, 2]);
     bench.reply(0, COPY, Ok(()));
     bench.reply(2, COPY, Ok(()));
@@ -256,7 +256,7 @@ fn a_member_without_space_for_what_the_source_holds_becomes_the_source() {
 
 /// Each member lacks the space for the data of another one, so no content is known to fit on all of them.
 #[test]
-fn a_member_that_can_be_made_equal_to_nobody_leaves() {
+fn a_member_that_cannot_be_made_equal_to_any_other_leaves() {
     let (mut bench, out) = torn(WRITE, &[0, 1]);
     let answer = |bench: &mut Bench, first: Outputs| {
         let (mut outputs, mut at) = (first, 0);

@@ -35,7 +35,7 @@ fn proposed(out: &[Output]) -> Vec<PeerIndex> {
 }
 
 #[test]
-fn what_it_misses_is_copied_and_then_it_is_a_member() {
+fn missing_regions_are_copied_before_the_replica_becomes_a_member() {
     let (mut bench, out) = rebuilding(&[1, 4]);
     assert_eq!(left_bytes(&bench), 2 << 16);
     let out = bench.answer(out, &[]);
@@ -158,7 +158,7 @@ fn a_copy_waits_for_writes_in_flight() {
 }
 
 #[test]
-fn a_member_that_left_lacks_what_was_dirty_and_what_was_written_since() {
+fn a_member_that_left_lacks_dirty_regions_and_later_writes() {
     let mut bench = Bench::new(3);
     let out = bench.submit(0, WRITE, REGION_BLOCKS);
     bench.answer(out, &[]);
@@ -203,7 +203,7 @@ fn a_rebuilding_replica_without_space_for_a_copy_is_dropped() {
 }
 
 #[test]
-fn what_the_last_member_cannot_read_nobody_gets() {
+fn a_rebuild_ends_if_the_last_member_cannot_read_a_region() {
     let mut bench = Bench::with(&config(2, 1));
     bench.apply(Event::Rebuild { peer: 1, missing: Box::new(region_set(&[3])) });
     let out = bench.reply(0, COPY, Err(Errno::IO));
@@ -274,7 +274,7 @@ fn a_rebuilding_replica_gets_the_regions_that_the_others_have_missed() {
 /// The set would pass for all that the other one has missed, if the rebuilding replica alone is left at the
 /// next start.
 #[test]
-fn a_rebuilding_replica_keeps_no_out_of_sync_set_of_a_replica_of_which_not_all_is_known() {
+fn a_rebuilding_replica_keeps_no_incomplete_out_of_sync_set() {
     let mut config = config(5, 2);
     config.out_of_sync[3] = region_set(&[2]);
     let mut bench = Bench::with(&config);
@@ -291,7 +291,7 @@ fn a_rebuilding_replica_keeps_no_out_of_sync_set_of_a_replica_of_which_not_all_i
 }
 
 #[test]
-fn once_a_replica_has_said_what_it_lacks_all_of_it_is_known() {
+fn the_out_of_sync_set_is_complete_after_the_report_of_its_replica() {
     let mut bench = Bench::with(&config(4, 2));
     bench.core.distrust(3);
     bench.apply(Event::Rebuild { peer: 3, missing: Box::new(region_set(&[4])) });
@@ -304,7 +304,7 @@ fn once_a_replica_has_said_what_it_lacks_all_of_it_is_known() {
 }
 
 #[test]
-fn what_was_copied_is_cleared_from_what_the_members_keep() {
+fn copied_regions_are_cleared_from_the_out_of_sync_sets() {
     let (mut bench, _) = rebuilding(&[2, 3]);
     bench.reply(READER, COPY, Ok(()));
     bench.reply(2, COPY, Ok(())); // and region 3 is being read
@@ -320,7 +320,7 @@ fn what_was_copied_is_cleared_from_what_the_members_keep() {
 }
 
 #[test]
-fn a_replica_joins_only_when_it_is_known_what_it_misses() {
+fn a_replica_is_rebuilt_only_if_its_out_of_sync_set_is_tracked() {
     let (mut bench, out) = rebuilding(&[]);
     bench.answer(out, &[]);
     let replica = ReplicaId::from_random(9);
@@ -410,7 +410,7 @@ fn a_rebuilding_replica_gets_them_again_when_a_member_leaves_meanwhile() {
 }
 
 #[test]
-fn what_is_written_meanwhile_stays_in_what_the_members_keep() {
+fn regions_written_during_the_copy_stay_in_the_out_of_sync_sets() {
     let (mut bench, _) = rebuilding(&[2, 3]);
     bench.reply(READER, COPY, Ok(()));
     bench.reply(2, COPY, Ok(())); // and region 3 is being read
@@ -425,7 +425,7 @@ fn what_is_written_meanwhile_stays_in_what_the_members_keep() {
 }
 
 #[test]
-fn a_rebuilding_replica_that_did_what_the_last_member_cannot_is_dropped() {
+fn a_rebuilding_replica_with_a_write_that_the_last_member_failed_is_dropped() {
     let mut bench = Bench::with(&config(2, 1));
     bench.apply(Event::Rebuild { peer: 1, missing: Box::new(region_set(&[])) });
     bench.submit(0, WRITE, 0);
@@ -451,7 +451,7 @@ fn a_replica_does_not_join_before_its_last_connections_are_closed() {
 /// Counts the rebuilding replica as being rebuilt until then: if it alone were left, no engine could start
 /// from it.
 #[test]
-fn a_rebuilding_replica_whose_copy_has_not_ended_is_no_member() {
+fn a_rebuilding_replica_whose_copy_has_not_ended_is_not_a_member() {
     let mut bench = Bench::with(&config(3, 2));
     bench.core.start_full_copy(2);
     let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[1])) });
@@ -463,7 +463,7 @@ fn a_rebuilding_replica_whose_copy_has_not_ended_is_no_member() {
 
 /// The rebuilding replica has done a write that no member has done or recorded.
 #[test]
-fn a_rebuilding_replica_keeps_its_intent_where_it_misses_a_region() {
+fn a_rebuilding_replica_keeps_its_intent_in_regions_that_it_misses() {
     let mut config = config(3, 2);
     config.copy_slots = 2;
     let mut bench = Bench::with(&config);

@@ -218,7 +218,7 @@ fn without_half_of_two_the_arbiter_is_asked_later_if_the_other_half_answers_ping
 }
 
 #[test]
-fn nobody_else_is_dropped_while_the_arbiter_is_asked() {
+fn no_other_member_is_dropped_while_the_arbiter_is_asked() {
     let mut bench = Bench::new(4);
     bench.lose(2);
     let out = bench.lose(3);
@@ -229,7 +229,7 @@ fn nobody_else_is_dropped_while_the_arbiter_is_asked() {
 }
 
 #[test]
-fn reads_go_to_members_that_answer() {
+fn reads_are_sent_to_members_that_answer() {
     let mut bench = Bench::new(3);
     write(&mut bench, &[1, 2], &[]);
     pass(&mut bench, TIMEOUT_MS, &[1, 2], &[]);
@@ -240,7 +240,7 @@ fn reads_go_to_members_that_answer() {
 }
 
 #[test]
-fn half_that_is_heard_of_sends_nothing_new_either() {
+fn an_engine_with_half_of_the_view_sends_no_new_requests() {
     let mut bench = Bench::new(4);
     write(&mut bench, &[1], &[2, 3]);
     // Replica 1 answers PING, but is too slow to count for the continuation.
@@ -251,7 +251,7 @@ fn half_that_is_heard_of_sends_nothing_new_either() {
 }
 
 #[test]
-fn a_volume_that_waits_says_so_before_it_gives_up() {
+fn a_volume_reports_awaited_members_before_it_drops_them() {
     let mut config = config(2, 2);
     config.replica_timeout_ms = LATE_LIMIT_MS;
     let mut bench = Bench::with(&config);
@@ -261,7 +261,7 @@ fn a_volume_that_waits_says_so_before_it_gives_up() {
 }
 
 #[test]
-fn nothing_new_is_sent_while_too_few_are_heard_of() {
+fn no_new_requests_are_sent_while_too_few_members_answer() {
     let mut bench = Bench::new(3);
     let (dropped, out) = pass(&mut bench, 2 * TIMEOUT_MS, &[], &[1, 2]);
     assert_eq!((dropped, awaited(&out)), (vec![], vec![(1, true), (2, true)]));
@@ -305,7 +305,7 @@ fn a_mark_that_is_not_answered_makes_late() {
 
 /// The first answer arrives with the first look at the clock. The others are still in the sockets.
 #[test]
-fn nobody_is_late_because_the_process_was_paused() {
+fn no_member_is_late_because_the_process_was_paused() {
     let mut bench = Bench::new(3);
     write(&mut bench, &[1, 2], &[]);
     let out = bench.apply(Event::Tick { now_ms: 60_000 });
@@ -351,7 +351,7 @@ mod flight {
     }
 
     #[test]
-    fn what_is_too_much_waits_and_small_requests_do_not_overtake_it() {
+    fn requests_over_the_limit_wait_and_small_ones_do_not_overtake_them() {
         let mut bench = bench(4 * 4096, 100);
         assert!(submit(&mut bench, 0, 3));
         assert!(!submit(&mut bench, 1, 2), "five blocks are too many");
@@ -361,7 +361,7 @@ mod flight {
     }
 
     #[test]
-    fn one_that_is_larger_than_the_limit_goes_alone() {
+    fn a_request_larger_than_the_limit_is_sent_alone() {
         let mut bench = bench(4096, 100);
         assert!(submit(&mut bench, 0, 3));
         assert!(!submit(&mut bench, 1, 3));

@@ -52,7 +52,7 @@ fn a_rotten_source_becomes_a_target() {
 }
 
 #[test]
-fn a_rebuilding_replica_gets_what_a_sound_member_has_and_so_does_the_rotten_one() {
+fn a_sound_member_repairs_the_rotten_source_and_the_rebuilding_replica() {
     let mut bench = Bench::with(&config(3, 2));
     let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[1])) });
     let [(source, Operation::CheckedRead, ..)] = parts(&out)[..] else { panic!("{out:?}") };
@@ -83,7 +83,7 @@ fn a_rotten_member_without_space_for_its_repair_stays() {
 }
 
 #[test]
-fn where_all_hold_rot_it_goes_block_by_block_and_only_what_all_have_lost_is_copied() {
+fn if_all_members_hold_rot_only_blocks_lost_by_all_are_copied_as_rot() {
     let (mut bench, _) = unequal(2);
     rotten(&mut bench, 0);
     let out = rotten(&mut bench, 1);
@@ -283,7 +283,7 @@ fn a_repair_that_a_member_has_no_space_for_is_not_done() {
 }
 
 #[test]
-fn a_scrub_repairs_no_block_of_which_it_does_not_know_who_is_right() {
+fn a_scrub_repairs_no_block_without_a_proven_source() {
     let has = |range: ByteRange, block: u64| range.offset() <= block * BLOCK && block * BLOCK < range.end();
     // The members differ in block 5, and no sum of it is known.
     let out = scrub(|peer, range| match peer {
@@ -406,7 +406,7 @@ fn a_read_is_put_together_from_blocks_of_several_members() {
 
 /// A guest that reads the same again and again costs no log line each time.
 #[test]
-fn what_cannot_be_repaired_is_reported_once() {
+fn rot_that_cannot_be_repaired_is_reported_once() {
     let mut bench = verifying(2);
     let mut reports = 0;
     for _ in 0..3 {
@@ -435,7 +435,7 @@ fn what_cannot_be_repaired_is_reported_once() {
 
 /// A scrub that only reports leaves the repair to the read.
 #[test]
-fn a_read_repairs_what_a_scrub_has_reported() {
+fn a_read_repairs_rot_that_a_scrub_has_reported() {
     let mut bench = verifying(2);
     let mut outputs = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: 0, repair: false })));
     let mut at = 0;
