@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn takes_who_proves_the_secret() {
+    fn accepts_an_engine_that_proves_the_secret() {
         let (opened, refusal) = open(claim(), [3; 32]);
         let Proven { queue_id, session, .. } = opened.unwrap();
         assert_eq!(queue_id, QueueId { generation: Generation::new(2, 1), queue: 1 });
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_and_says_why() {
+    fn refuses_with_errno_and_reason() {
         let stranger = Claim { volume: "v2".parse().unwrap(), ..claim() };
         let other = Claim { replica: ReplicaId::from_random(8), ..claim() };
         let cases = [

@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_waiting_is_served_first_and_nobody_overtakes_it() {
+    fn the_longest_waiting_connection_is_served_first() {
         let mut slots = Slots::new();
         let mine = exhaust(&mut slots, 0, MAX_IO_BYTES);
         let other = slots.take(1, 0).unwrap();
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_ended_waits_for_nothing() {
+    fn closed_connections_do_not_wait() {
         let mut slots = Slots::new();
         let all = exhaust(&mut slots, 0, 0);
         slots.forget(0);
@@ -175,7 +175,7 @@ mod tests {
         /// Always gives a slot to a connection without a request, and serves waiting ones once the others
         /// have ended.
         #[test]
-        fn nobody_is_blocked_for_good(
+        fn no_connection_is_blocked_for_good(
             events in prop::collection::vec(
                 (0u16..16, 0u32..=MAX_IO_BYTES, any::<bool>(), any::<prop::sample::Index>()), 1..2000
             ),

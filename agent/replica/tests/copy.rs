@@ -144,7 +144,7 @@ fn a_copy_has_the_same_layers_and_reads_the_same() {
 }
 
 #[test]
-fn an_interrupted_copy_goes_on_with_the_layers_that_are_whole() {
+fn an_interrupted_copy_continues_after_its_whole_layers() {
     let base = base();
     let (from, to) = (spec_of(base.path(), "from", 1), spec_of(base.path(), "to", 2));
     fill(&from, 4);

@@ -202,7 +202,7 @@ fn parts_of_blocks_leave_the_rest_alone() {
 }
 
 #[test]
-fn the_largest_requests_come_through_in_numbers() {
+fn many_of_the_largest_requests_are_served() {
     // No block is in two of them, though none begins with one.
     const STRIDE: u64 = MIB + 8192;
     let base = base();
@@ -232,7 +232,7 @@ fn the_largest_requests_come_through_in_numbers() {
 }
 
 #[test]
-fn what_the_volume_does_not_have_is_refused() {
+fn requests_past_the_end_of_the_volume_are_refused() {
     let base = base();
     let replica = Replica::start(&spec(base.path(), MIB));
     let mut client = replica.open(generation(1));
@@ -355,7 +355,7 @@ fn overlapping_requests_harm_nothing_but_themselves() {
 
 /// Requests without number from one engine's queue do not keep the others from being served.
 #[test]
-fn a_queue_that_does_not_read_its_answers_blocks_nobody_else() {
+fn a_queue_that_does_not_read_its_answers_does_not_block_others() {
     let base = base();
     let replica = Replica::start(&spec(base.path(), 64 * MIB));
     let mut greedy = replica.open(generation(1));

@@ -138,7 +138,7 @@ fn views_outlive_a_kill_as_soon_as_they_are_answered() {
 /// Longhorn has no views. A replica that knows a view without itself must not look complete to Longhorn. To a
 /// Shorthorn engine it must not look like a replica that is being rebuilt.
 #[test]
-fn volume_meta_tells_longhorn_that_a_replica_has_left_its_view() {
+fn volume_meta_shows_longhorn_that_a_replica_has_left_its_view() {
     let base = base();
     let spec = spec(base.path(), MIB);
     let says_rebuilding = || volume_meta(&spec.directory)["Rebuilding"].clone();
@@ -173,7 +173,7 @@ fn volume_meta_tells_longhorn_that_a_replica_has_left_its_view() {
 
 /// Longhorn takes the replicas with the highest number: a replica that was left behind must not have it.
 #[test]
-fn the_revision_counter_tells_longhorn_how_new_the_replica_is() {
+fn the_revision_counter_shows_longhorn_the_age_of_the_replica() {
     let base = base();
     let spec = spec(base.path(), MIB);
     let mut replica = Replica::start(&spec);
@@ -206,7 +206,7 @@ fn the_revision_counter_tells_longhorn_how_new_the_replica_is() {
 }
 
 #[test]
-fn too_many_proposed_views_are_refused_and_the_connection_goes_on() {
+fn too_many_proposed_views_are_refused_and_the_connection_stays() {
     let base = base();
     let replica = Replica::start(&spec(base.path(), MIB));
     let (mut client, welcome) = replica.try_open(generation(1), 0).unwrap();
@@ -224,7 +224,7 @@ fn too_many_proposed_views_are_refused_and_the_connection_goes_on() {
 }
 
 #[test]
-fn what_must_not_be_served_is_refused_with_a_reason() {
+fn directories_that_must_not_be_served_are_refused_with_a_reason() {
     let base = base();
     let good = spec(base.path(), MIB);
     let reason = |spec| Replica::try_start(&spec).err().unwrap();

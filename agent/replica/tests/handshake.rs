@@ -188,7 +188,7 @@ fn queues_have_a_connection_each_and_the_newer_one_counts() {
 }
 
 #[test]
-fn engines_on_other_hosts_come_by_tcp() {
+fn engines_on_other_hosts_connect_by_tcp() {
     let base = base();
     let mut spec = spec(base.path(), MIB);
     spec.data_address = Some("127.0.0.1:0".parse().unwrap());

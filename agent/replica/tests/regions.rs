@@ -54,7 +54,7 @@ fn view(attach: u64, number: u32, members: &[u64]) -> View {
 }
 
 #[test]
-fn what_was_written_is_in_the_intent_set_until_it_is_cleared() {
+fn written_regions_are_in_the_intent_set_until_they_are_cleared() {
     let base = base();
     let spec = spec(base.path(), SIZE);
     let mut replica = Replica::start(&spec);
@@ -244,7 +244,7 @@ fn damaged_or_missing_sets_count_as_full() {
 }
 
 #[test]
-fn a_restart_of_the_host_is_reported_until_it_is_made_up_for() {
+fn a_restart_of_the_host_is_reported_until_its_regions_are_cleared() {
     let base = base();
     let spec = spec(base.path(), SIZE);
     let mut replica = Replica::start(&spec);
@@ -291,7 +291,7 @@ fn verify_answers_with_the_check_of_the_data() {
 
 /// Another user, such as Longhorn, makes changes that the sets do not record.
 #[test]
-fn sets_from_before_somebody_else_had_the_directory_are_not_trusted() {
+fn sets_are_not_trusted_after_another_program_opened_the_directory() {
     let base = base();
     let spec = spec(base.path(), SIZE);
     let replica = Replica::start(&spec);

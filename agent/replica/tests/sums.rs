@@ -58,7 +58,7 @@ fn keep(first_piece: u32, sums: &[u32], is_first: bool, is_last: bool) -> KeepSu
 }
 
 #[test]
-fn it_tells_sums_of_what_the_layer_alone_holds_and_where_there_is_more() {
+fn it_reports_the_sum_of_a_piece_and_the_next_piece_with_data() {
     let base = base();
     let spec = spec(base.path(), SIZE);
     let replica = filled(&spec);
@@ -121,7 +121,7 @@ fn it_keeps_no_sums_of_a_layer_whose_first_ones_it_has_not_received() {
 }
 
 #[test]
-fn rot_shows_and_is_put_right() {
+fn rot_changes_the_sum_and_is_repaired() {
     let base = base();
     let spec = spec(base.path(), SIZE);
     let replica = filled(&spec);

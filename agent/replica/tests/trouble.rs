@@ -45,7 +45,7 @@ fn fill(client: &mut Client, start: u64) -> u64 {
     unreachable!()
 }
 
-fn a_full_disk_refuses_writes_and_goes_on(directory: &Path) {
+fn a_full_disk_refuses_writes_and_the_replica_continues(directory: &Path) {
     let base = base();
     let mut spec = spec(base.path(), 256 * MIB);
     spec.directory = directory.join("v1-00000007");
@@ -104,12 +104,12 @@ fn a_ping_is_answered_while_the_disk_hangs() {
 
 #[test]
 fn a_full_ext4() {
-    on_ext4(32 * MIB, a_full_disk_refuses_writes_and_goes_on);
+    on_ext4(32 * MIB, a_full_disk_refuses_writes_and_the_replica_continues);
 }
 
 #[test]
 fn a_full_tmpfs() {
-    on_tmpfs(8 * MIB, a_full_disk_refuses_writes_and_goes_on);
+    on_tmpfs(8 * MIB, a_full_disk_refuses_writes_and_the_replica_continues);
 }
 
 /// Needs space for zeroes above the data of a snapshot. Without space the discard fails, and other requests
@@ -242,18 +242,18 @@ fn after_an_io_error(meets_it: impl FnOnce(&mut Client)) {
 }
 
 #[test]
-fn after_a_failed_write_nothing_is_served_any_more() {
+fn after_a_failed_write_the_replica_refuses_requests() {
     after_an_io_error(|client| assert_eq!(client.write(4096, &[1; 4096]), Err(libc::EIO)));
 }
 
 #[test]
-fn after_a_failed_flush_nothing_is_served_any_more() {
+fn after_a_failed_flush_the_replica_refuses_requests() {
     after_an_io_error(|client| assert_eq!(client.flush(), Err(libc::EIO)));
 }
 
 /// Refuses reads, which another replica can answer; this replica still takes writes.
 #[test]
-fn after_a_set_that_could_not_be_removed_nothing_is_served_any_more() {
+fn after_a_failed_removal_of_a_set_the_replica_refuses_requests() {
     after_an_io_error(|client| {
         let (errno, _) = client.send_text(Opcode::Mark, &out_of_sync(MarkAction::Forget, &[])).unwrap_err();
         assert_eq!(errno, libc::EIO);
@@ -404,7 +404,7 @@ fn a_replica_that_has_failed_is_stopped_and_remembers() {
 }
 
 #[test]
-fn where_nothing_can_be_recorded_the_next_process_knows_all_the_same() {
+fn if_the_loss_cannot_be_recorded_the_next_process_detects_it() {
     restarted_after(|mut replica, mut client| {
         let record = replica.spec.directory.join("shorthorn.boot.tmp");
         std::fs::create_dir(&record).unwrap();
@@ -416,7 +416,7 @@ fn where_nothing_can_be_recorded_the_next_process_knows_all_the_same() {
 
 /// The engine was admitted before, and waits for a write whose failure is the cause.
 #[test]
-fn an_engine_that_waits_for_what_fails_is_refused() {
+fn an_engine_that_waits_for_a_failing_write_is_refused() {
     if !may_mount() {
         return;
     }

@@ -508,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn another_version_says_so() {
+    fn another_protocol_version_is_named() {
         // The bytes of version 1, whose header ended after the CRC.
         let mut bytes = Challenge::HEADER.encode();
         bytes[4] = 1;

@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn no_proof_stands_for_another() {
+    fn no_proof_is_valid_in_place_of_another() {
         let hello = Hello::new(claim(), NONCE, &CHALLENGE, &SECRET);
         let mut proven = replica().prove_welcome(&welcome());
         let holder = replica().prove_holder(Generation::new(4, 0));
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_come_through_in_their_order() {
+    fn frames_are_received_in_their_order() {
         let (mut engine, mut replica) = (session(), replica());
         let sent = [1, 2, 2, 3].map(|id| engine.encode(&write(id)));
         assert_ne!(sent[1], sent[2], "the same request twice has two checks");

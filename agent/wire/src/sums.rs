@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sum_tells_holes_from_zeroes_and_is_never_none() {
+    fn a_sum_distinguishes_holes_from_zeroes_and_is_never_zero() {
         assert_eq!(piece_sum([]), EMPTY_SUM);
         let zeroes = crc32c::crc32c(&[0; 4096]);
         let sums = [

@@ -85,7 +85,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(4096))]
 
     #[test]
-    fn any_bytes_are_no_frame_or_encode_back(start in any::<[u8; 24]>(), end in any::<[u8; 24]>()) {
+    fn random_bytes_are_refused_or_encode_back(start in any::<[u8; 24]>(), end in any::<[u8; 24]>()) {
         let mut bytes = [0; HEADER_BYTES];
         bytes[..24].copy_from_slice(&start);
         bytes[24..].copy_from_slice(&end);

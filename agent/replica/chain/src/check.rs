@@ -51,7 +51,7 @@ mod tests {
         b"{\"Parent\":\"volume-snap-a.img\",\"Labels\":{\"\\\"ShorthornCheck\\\"\":\"1\"}}\n";
 
     #[test]
-    fn a_check_comes_off_again() {
+    fn a_check_is_removed_again() {
         let checked = with_check(DOCUMENT.to_vec());
         let text = String::from_utf8(checked.clone()).unwrap();
         assert!(text.ends_with("\"}\n") && text.contains(",\"ShorthornCheck\":\""), "{text}");

@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_done_is_kept_and_all_else_goes() {
+    fn complete_layers_are_kept_and_other_files_removed() {
         let list = CopyList::new(chain(), 8192).unwrap();
         let names = [
             "shorthorn.state",

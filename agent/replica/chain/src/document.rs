@@ -183,7 +183,7 @@ mod tests {
         \"UserCreated\":true,\"Created\":\"2026-11-20T23:36:34Z\",\"Labels\":null}\n";
 
     #[test]
-    fn documents_come_back_byte_for_byte() {
+    fn documents_read_back_byte_for_byte() {
         assert_eq!(VolumeMeta::parse(VOLUME.as_bytes()).unwrap().to_bytes(), VOLUME.as_bytes());
         let labelled = DISK.replace("null", "{\"a\":\"1\",\"b\":\"2\"}");
         for disk in [DISK, labelled.as_str()] {
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replica_that_has_left_its_view_is_one_that_is_rebuilt_to_longhorn_alone() {
+    fn a_replica_that_has_left_its_view_is_rebuilding_only_for_longhorn() {
         let mut volume = VolumeMeta::parse(VOLUME.as_bytes()).unwrap();
         for (is_rebuilding, has_left) in [(false, true), (true, true), (true, false), (false, false)] {
             volume.set_rebuilding(is_rebuilding);
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn longhorn_has_the_last_word_on_whether_it_is_rebuilt() {
+    fn the_rebuilding_flag_of_longhorn_wins_over_ours() {
         let mut volume = VolumeMeta::parse(VOLUME.as_bytes()).unwrap();
         volume.set_left(true);
         let text = String::from_utf8(volume.to_bytes()).unwrap();

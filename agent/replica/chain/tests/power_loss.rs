@@ -334,7 +334,7 @@ fn snapshot() {
 
 /// Checks that a snapshot has all earlier writes, flushed or not, and that they are durable once it counts.
 #[test]
-fn snapshot_has_what_was_written_before() {
+fn snapshot_has_all_earlier_writes() {
     let mut disk = prepare();
     let layout = open(&mut disk).unwrap();
     disk.image(layout.head().as_str())[0] = Some(9);

@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_let_in_by_what_has_failed_meanwhile() {
+    fn no_engine_is_admitted_after_its_queue_failed() {
         let mut admission = admission(&[(1, 0)], &[(2, 0, 'a')]);
         admission.gone(0);
         assert_eq!(admission.next_ready(true), Some(Ready::Refuse(queue_id(2, 0), 'a')));

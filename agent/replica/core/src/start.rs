@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_whole_stays_as_it_is() {
+    fn undamaged_sets_stay_unchanged() {
         let (state, damages, steps) = start(found());
         assert_eq!((damages, steps), (vec![], vec![]));
         assert_eq!(state.intent_log().tracks(), Members::new([id(3)]).unwrap());
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn without_an_intent_set_everything_was_written_lately_unless_there_is_nothing() {
+    fn a_missing_intent_set_counts_as_full_unless_the_replica_has_no_data() {
         let lacking = |holds_data, attach| StoredFiles {
             intent: None,
             out_of_sync: vec![],
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_sets_are_made_anew() {
+    fn damaged_sets_are_recreated() {
         let damaged = |mut file: Vec<u8>| {
             file[100] ^= 1;
             file
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn sets_of_a_smaller_volume_are_made_anew() {
+    fn sets_of_a_smaller_volume_are_recreated() {
         let (_, _, steps) =
             start(StoredFiles { intent: Some(intent(Regions::of(SIZE_BYTES / 2), 1)), ..found() });
         assert_eq!(steps, ["make intent"]);
@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_loss_what_was_read_is_written_again() {
+    fn after_a_loss_of_the_cache_all_sets_are_written_again() {
         let (state, damages, steps) = start(StoredFiles { lost_cache: true, ..found() });
         let made =
             ["views", "make intent", &format!("make missed-{}", id(3)), "made up for"].map(str::to_owned);

@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn when_the_page_is_written_all_go_on() {
+    fn all_requests_continue_when_their_page_is_written() {
         let (_, mut state, mut waiting, slot) = waiting();
         assert_eq!(waiting.next_durable_mark(state.intent_log()), None);
         assert_eq!(waiting.page_ended(&mut state, slot, Ok(())), PageEnd::Written);
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn without_space_nothing_is_written_before_somebody_waits_again() {
+    fn without_space_no_page_is_written_before_the_next_request_waits() {
         let (_, mut state, mut waiting, slot) = waiting();
         let ended = waiting.page_ended(&mut state, slot, Err(Errno::new(122)));
         assert_eq!(ended, PageEnd::NoSpace(Errno::NO_SPACE));

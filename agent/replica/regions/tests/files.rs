@@ -104,7 +104,7 @@ proptest! {
 
     /// The numbers in a header that would overflow.
     #[test]
-    fn the_largest_numbers_are_no_trouble(
+    fn the_largest_numbers_do_not_overflow(
         at in prop::sample::select(vec![12usize, 24, 32, 40, 48, 56]), page in 0..PAGES
     ) {
         let mut bytes = file();

@@ -20,7 +20,7 @@ impl Executor {
     ///
     /// # Errors
     /// It may not.
-    pub fn check_may_be_made_anew(&self) -> Result<(), ReplicaError> {
+    pub fn check_may_become_copy(&self) -> Result<(), ReplicaError> {
         let (holds_data, is_busy) = (holds_data(&self.store)?, self.in_flight.is_busy());
         Ok(self.state.check_may_discard(self.is_rebuilding(), holds_data, is_busy)?)
     }

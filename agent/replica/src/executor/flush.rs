@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn those_that_come_while_one_runs_share_the_next() {
+    fn flushes_that_wait_for_a_running_one_share_the_next() {
         let mut flushes = Flushes::new(8);
         assert_eq!(flushes.arrive(1), Flush::Start);
         assert_eq!(flushes.arrive(2), Flush::Waits);
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_takes_all_with_it() {
+    fn a_failure_ends_all_flushes() {
         let mut flushes = Flushes::new(8);
         flushes.arrive(1);
         flushes.arrive(2);

@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left() {
+    fn a_piece_continues_after_a_short_transfer() {
         let piece = Piece { first: 3, blocks: 5, file: FileIndex::new(1).unwrap() };
         assert_eq!(piece.after(2 * 4096 + 512), Some(Piece { first: 5, blocks: 3, ..piece }));
         assert_eq!(piece.after(5 * 4096), None);

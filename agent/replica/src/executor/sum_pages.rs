@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_or_written_for_a_series_that_is_over_counts_for_nothing() {
+    fn reads_and_writes_of_a_former_series_are_ignored() {
         let mut pages = SumPages::new().unwrap();
         let written = load(&mut pages, 0);
         pages.begin_write(written, 5);

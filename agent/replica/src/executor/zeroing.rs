@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn where_holes_are_refused_zeroes_are_written() {
+    fn zeroes_are_written_if_holes_are_refused() {
         for opcode in [Opcode::Discard, Opcode::WriteZeroes] {
             for errno in [Errno::NOT_SUPPORTED, Errno::NO_SPACE] {
                 let temp = tempfile::tempdir().unwrap();

@@ -58,7 +58,7 @@ impl Server {
     }
 
     fn begin_copy(&mut self, list: LayerList) -> Result<Vec<bool>, ReplicaError> {
-        self.executor.check_may_be_made_anew()?;
+        self.executor.check_may_become_copy()?;
         let layer = |layer: WireLayer| {
             let image = ImageName::parse(&layer.image).ok_or(ReplicaError::NoLayer(layer.image))?;
             Ok(CopyLayer { image, meta: layer.meta.into_bytes(), size_bytes: layer.size_bytes })

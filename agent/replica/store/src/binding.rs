@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_fingerprint_is_nobodys() {
+    fn a_damaged_fingerprint_matches_no_secret() {
         let dir = tempfile::tempdir().unwrap();
         let mut store = made(&dir);
         store.bind("f1f1").unwrap();

@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_are_counted_on_in_every_boot_and_by_documents_from_before_there_were_any() {
+    fn failures_outlive_boots_and_earlier_documents_have_none() {
         let failed = Boot { boot_id: "a".to_owned(), failures: 3, ..Boot::default() };
         assert_eq!(failed.made_up_for().failures(), 3);
         for now in ["a", "b"] {

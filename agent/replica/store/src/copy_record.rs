@@ -346,7 +346,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_no_record(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn random_bytes_are_not_a_record(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             prop_assert!(Copy::parse(&bytes).is_err());
         }
 

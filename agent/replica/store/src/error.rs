@@ -244,7 +244,7 @@ mod tests {
 
     /// XFS answers with it if its own structures are damaged.
     #[test]
-    fn a_damaged_file_system_is_no_rot() {
+    fn a_damaged_file_system_is_not_rot() {
         let error = |raw| StoreError::io("find the data of", "x", io::Error::from_raw_os_error(raw));
         assert_eq!(error(nix::libc::EBADMSG).errno(), Errno::IO);
         assert_eq!(error(nix::libc::ENOSPC).errno(), Errno::NO_SPACE);

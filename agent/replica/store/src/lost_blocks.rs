@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_record_that_says_nothing_is_dropped_for_the_operator() {
+    fn only_an_unreadable_record_is_dropped_for_the_operator() {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join("replica");
         let mut store = with_lost_blocks(&path);

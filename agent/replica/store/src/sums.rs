@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_none_that_longhorn_would_look_at() {
+    fn names_of_sum_files_are_unknown_to_longhorn() {
         let name =
             |snapshot: &str| file_of(&ImageName::parse(&format!("volume-snap-{snapshot}.img")).unwrap());
         assert_eq!(name("a"), Some("shorthorn.sums-a".to_owned()));
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn gaps_are_what_no_run_has() {
+    fn gaps_are_the_ranges_outside_of_runs() {
         let range = |start: u64, end: u64| ByteRange::new(start * 4096, (end - start) * 4096).unwrap();
         let found = |runs: &[ByteRange]| gaps(range(2, 10), runs).collect::<Vec<_>>();
         assert_eq!(found(&[]), [range(2, 10)]);
@@ -475,7 +475,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_no_sums(bytes in proptest::collection::vec(any::<u8>(), 0..120), mends: bool) {
+        fn random_bytes_are_not_sums(bytes in proptest::collection::vec(any::<u8>(), 0..120), mends: bool) {
             let mut bytes = bytes;
             if mends && bytes.len() >= CHECK_BYTES {
                 mend(&mut bytes);

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dirty_open_makes_holes_of_what_was_never_written() {
+    fn a_dirty_open_punches_holes_into_unwritten_extents() {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join("replica");
         let mut store = replica(&path);
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_and_a_close_make_holes_of_what_failed_writes_have_left() {
+    fn a_snapshot_and_a_close_punch_holes_into_ranges_of_failed_writes() {
         type End = fn(Store) -> Result<()>;
         let snapshot: End = |mut store| store.snapshot("above", true, BTreeMap::new(), TIME);
         let close: End = Store::close;
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_writes_have_left_is_looked_at() {
+    fn only_ranges_of_failed_writes_are_punched() {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join("replica");
         let mut store = replica(&path);

@@ -48,7 +48,7 @@ fn a_series_counts_as_long_as_account_is_kept_of_changes() {
 }
 
 #[test]
-fn what_changes_the_volume_at_once_ends_the_series() {
+fn a_revert_and_a_copy_end_the_series() {
     let base = tempfile::tempdir().unwrap();
     let path = base.path().join("r");
     let mut store = create(&path);
@@ -67,7 +67,7 @@ fn what_changes_the_volume_at_once_ends_the_series() {
 }
 
 #[test]
-fn whoever_else_opens_the_directory_ends_the_series() {
+fn another_program_that_opens_the_directory_ends_the_series() {
     let base = tempfile::tempdir().unwrap();
     let path = base.path().join("r");
     let mut store = create(&path);

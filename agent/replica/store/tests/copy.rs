@@ -149,7 +149,7 @@ fn a_copy_has_the_same_snapshots_and_an_empty_head() {
 }
 
 #[test]
-fn an_interrupted_copy_goes_on_wherever_it_stopped() {
+fn an_interrupted_copy_continues_after_any_step() {
     let base = scratch();
     let from = base.path().join("from");
     let source = source(&from);
@@ -181,7 +181,7 @@ fn an_interrupted_copy_goes_on_wherever_it_stopped() {
 }
 
 #[test]
-fn whole_layers_are_not_copied_again_and_others_begin_anew() {
+fn whole_layers_are_not_copied_again_and_others_start_over() {
     let base = scratch();
     let to = base.path().join("to");
     let source = source(&base.path().join("from"));
@@ -210,7 +210,7 @@ fn whole_layers_are_not_copied_again_and_others_begin_anew() {
 }
 
 #[test]
-fn a_salvaged_part_of_a_copy_is_no_source_of_what_others_have_whole() {
+fn a_salvaged_part_of_a_copy_does_not_count_as_whole_elsewhere() {
     let base = scratch();
     let (whole, salvaged) = (base.path().join("whole"), base.path().join("salvaged"));
     let source = source(&base.path().join("from"));
@@ -264,7 +264,7 @@ fn a_salvaged_part_of_a_copy_is_no_source_of_what_others_have_whole() {
 
 /// Programs that did not check the sizes of layers before they stored them have left such records.
 #[test]
-fn a_stored_copy_that_can_never_be_made_starts_anew() {
+fn a_stored_copy_that_is_impossible_starts_over() {
     for is_emptied in [false, true] {
         let base = scratch();
         let (from, to) = (base.path().join("from"), base.path().join("to"));
@@ -308,7 +308,7 @@ fn a_stored_copy_that_can_never_be_made_starts_anew() {
 }
 
 #[test]
-fn layers_of_a_fixture_come_over() {
+fn layers_of_a_fixture_are_copied() {
     let fixture = Fixture::unpack("lhrich");
     let source = Store::open(fixture.path(), OpenOptions::default()).unwrap();
     let base = scratch();
@@ -342,7 +342,7 @@ fn files_of_regions_are_whole_and_allocated() {
 }
 
 #[test]
-fn allocated_regions_are_those_where_any_layer_has_data() {
+fn allocated_regions_are_those_with_data_in_any_layer() {
     let base = scratch();
     let store = source(&base.path().join("from"));
     let regions = Regions::of(SIZE);

@@ -51,7 +51,7 @@ fn reading_and_reverting_shows_every_snapshot() {
 }
 
 #[test]
-fn what_we_write_lands_on_top_and_the_rest_stays() {
+fn writes_change_the_head_and_no_snapshot() {
     let fixture = Fixture::unpack("lhrich");
     let mut store = open(&fixture);
     let mut model = read_all(&mut store);

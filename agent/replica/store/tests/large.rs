@@ -18,7 +18,7 @@ fn resident_bytes() -> u64 {
 }
 
 #[test]
-fn it_opens_within_a_second_and_32_mib() {
+fn a_large_replica_opens_within_a_second_and_32_mib() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("large");
     let options = CreateOptions { size_bytes: SIZE_BYTES, ..CreateOptions::default() };

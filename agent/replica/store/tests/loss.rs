@@ -52,7 +52,7 @@ fn a_close_that_cannot_make_the_data_durable_is_remembered() {
 }
 
 #[test]
-fn so_is_a_snapshot() {
+fn a_snapshot_that_cannot_make_the_data_durable_is_remembered() {
     let base = scratch();
     let path = prepared(base.path());
     let mut store = with_a_failing_disk(&path);
@@ -65,7 +65,7 @@ fn so_is_a_snapshot() {
 }
 
 #[test]
-fn so_is_an_expansion() {
+fn an_expansion_that_cannot_make_the_data_durable_is_remembered() {
     let base = scratch();
     let path = prepared(base.path());
     let mut store = with_a_failing_disk(&path);
@@ -77,7 +77,7 @@ fn so_is_an_expansion() {
 
 /// The kernel reports a lost write once, and an opening may be the first to get it.
 #[test]
-fn so_is_an_opening() {
+fn an_open_that_cannot_make_the_data_durable_is_remembered() {
     // The head of an expansion that was interrupted, and the mark that the directory is open.
     for (fails, is_expanding) in
         [("about to sync volume-head", true), ("SyncFile { name: \"volume.meta.tmp\" }", false)]
@@ -103,7 +103,7 @@ fn block_the_record(path: &Path) {
 }
 
 #[test]
-fn where_it_cannot_be_recorded_the_directory_counts_as_one_that_nobody_knows() {
+fn if_the_loss_cannot_be_recorded_the_record_of_the_boot_is_removed() {
     let base = scratch();
     let path = prepared(base.path());
     let mut store = open(&path);
@@ -134,7 +134,7 @@ fn failures_are_counted_until_the_next_record() {
 }
 
 #[test]
-fn where_nothing_can_be_changed_at_least_this_process_knows() {
+fn if_the_directory_cannot_be_changed_this_process_remembers_the_loss() {
     let base = scratch();
     let path = prepared(base.path());
     let mut store = open(&path);
@@ -154,7 +154,7 @@ fn where_nothing_can_be_changed_at_least_this_process_knows() {
 
 /// Simulates a file system that has given up: nothing in the directory can be changed.
 #[test]
-fn where_nothing_can_be_changed_it_is_recorded_elsewhere() {
+fn if_the_directory_cannot_be_changed_the_loss_is_recorded_elsewhere() {
     let base = scratch();
     let path = prepared(base.path());
     let record = base.path().join("lost");

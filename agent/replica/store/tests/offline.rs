@@ -63,7 +63,7 @@ fn a_stream_gets_every_byte() {
 }
 
 #[test]
-fn exports_that_are_refused() {
+fn invalid_exports_are_refused() {
     let fixture = Fixture::unpack("lhsimple");
     let to = |path: &Path, snapshot: Option<&str>| {
         export(fixture.path(), snapshot, ExportTarget::File(path.to_owned()), |_, _| {})
@@ -80,7 +80,7 @@ fn exports_that_are_refused() {
 }
 
 #[test]
-fn an_inspection_says_it_all() {
+fn an_inspection_shows_volume_layers_and_state() {
     let fixture = Fixture::unpack("lhsimple");
     let inspection = inspect(fixture.path()).unwrap();
     assert!(inspection.usable && inspection.problems.is_empty());
@@ -113,7 +113,7 @@ fn an_inspection_says_it_all() {
 }
 
 #[test]
-fn an_inspection_tells_states_apart() {
+fn an_inspection_distinguishes_states() {
     let temp = scratch();
     let path = temp.path().join("replica");
     let mut store =

@@ -38,7 +38,7 @@ fn take_check_out(file: &Path) {
 }
 
 #[test]
-fn the_document_of_an_image_that_is_not_what_was_written_is_refused() {
+fn a_changed_document_of_an_image_is_refused() {
     let base = scratch();
     for name in ["volume-snap-s.img.meta", "volume-head-001.img.meta"] {
         let path = base.path().join(name);
@@ -78,7 +78,7 @@ fn a_damaged_record_of_the_boot_counts_as_lost_data() {
 }
 
 #[test]
-fn a_copy_with_a_damaged_record_starts_anew() {
+fn a_copy_with_a_damaged_record_starts_over() {
     let base = scratch();
     let (from, to) = (base.path().join("from"), base.path().join("to"));
     let (source, mut target) = (create(&from), create(&to));

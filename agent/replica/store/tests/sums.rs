@@ -43,7 +43,7 @@ fn names(path: &Path) -> Vec<String> {
 }
 
 #[test]
-fn sums_outlive_the_process_and_go_with_their_layer() {
+fn sums_outlive_the_process_and_are_removed_with_their_layer() {
     let base = scratch();
     let path = base.path().join("replica");
     let mut open = store(&path);
@@ -97,7 +97,7 @@ fn sums_from_before_another_program_had_the_directory_open_count_for_nothing() {
 }
 
 #[test]
-fn a_damaged_file_says_so() {
+fn a_damaged_file_of_sums_is_reported_and_replaced() {
     let base = scratch();
     let path = base.path().join("replica");
     let mut open = store(&path);
@@ -124,7 +124,7 @@ fn a_copy_of_another_replica_keeps_no_sums_of_its_own() {
 }
 
 #[test]
-fn a_layer_is_put_right_block_by_block() {
+fn a_layer_is_repaired_block_by_block() {
     let base = scratch();
     let path = base.path().join("replica");
     let mut open = store(&path);

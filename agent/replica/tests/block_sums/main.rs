@@ -261,7 +261,7 @@ fn copy_with_a_lost_block(from: &mut Client, to: &mut Client, lost: u64) {
 }
 
 #[test]
-fn a_block_that_nobody_has_stays_known_until_it_gets_other_data() {
+fn a_block_lost_by_all_stays_known_until_it_gets_other_data() {
     let base = base();
     let (from, to) = (base.path().join("from"), base.path().join("to"));
     [&from, &to].into_iter().for_each(|path| std::fs::create_dir_all(path).unwrap());
@@ -373,7 +373,7 @@ fn sums_count_after_a_restart() {
 }
 
 #[test]
-fn sums_that_nobody_has_kept_up_to_date_count_for_nothing() {
+fn outdated_sums_do_not_count() {
     let base = base();
     let spec = spec_of(base.path());
     let (replica, _) = summed(&spec);

@@ -78,7 +78,7 @@ fn the_former_data_repairs_a_block_of_whose_rot_an_engine_knows() {
 
 /// A repair may fail, because the disk is full.
 #[test]
-fn a_sum_stays_known_if_its_block_gets_the_data_that_it_stands_for() {
+fn a_sum_stays_known_if_its_block_gets_the_data_of_that_sum() {
     for well in [true, false] {
         let mut known = known();
         known.modified(1, 4, After::Sum(70));
@@ -131,7 +131,7 @@ fn a_part_of_a_block_that_is_merged_with_rot_makes_rot() {
 }
 
 #[test]
-fn a_block_of_which_every_sector_has_other_data_is_rot_no_more() {
+fn a_block_is_no_longer_rot_if_every_sector_has_other_data() {
     let mut known = known();
     assert!(merge(&mut known, 0..3, (99, 81), true) && merge(&mut known, 6..8, (81, 82), true));
     assert!(merge(&mut known, 3..6, (82, 83), false), "it may have done nothing");
@@ -322,7 +322,7 @@ fn a_page_without_a_place_must_not_be_modified() {
 }
 
 #[test]
-fn there_are_bounds() {
+fn outcomes_of_failed_requests_are_bounded() {
     let mut known = KnownRot::default();
     known.keep(0, [(9, 70)]);
     for request in 0..=u32::try_from(FAILED_MAX).unwrap() {
@@ -335,7 +335,7 @@ fn there_are_bounds() {
 
 /// A repair beside the requests may end all sums.
 #[test]
-fn requests_that_modify_lost_blocks_go_on_after_the_end_of_all_sums() {
+fn requests_that_modify_lost_blocks_continue_after_the_end_of_all_sums() {
     let mut known = known();
     known.keep_lost([4, 5, 6]);
     known.modified(1, 3, After::Sum(80));

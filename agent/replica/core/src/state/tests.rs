@@ -207,7 +207,7 @@ fn a_view_is_stored_after_the_sets_that_it_needs() {
 }
 
 #[test]
-fn what_is_refused_begins_no_set() {
+fn a_refused_view_begins_no_set() {
     let (mut disk, mut state) = opened();
     let basis = state.views().report().clone();
     let refused = state.propose(&mut disk, Generation::new(9, 0), view(1, &[1]), &basis);
@@ -278,7 +278,7 @@ fn commit(disk: &mut Memory, state: &mut ReplicaState, view: View) -> Result<(),
 }
 
 #[test]
-fn leaving_is_recorded_before_the_view_is_stored_and_coming_back_after_it_is_committed() {
+fn leaving_is_recorded_before_the_view_and_returning_after_its_commit() {
     let (mut disk, mut state) = opened();
     propose(&mut disk, &mut state, view(1, &[2, 3])).unwrap();
     assert_eq!(disk.done(), ["left", "views"]);
@@ -358,7 +358,7 @@ fn a_set_that_cannot_be_removed_by_a_broken_disk_fails_the_replica() {
 }
 
 #[test]
-fn what_was_lost_is_made_up_for_when_the_last_of_it_is_cleared() {
+fn a_lost_cache_ends_when_the_last_lost_region_is_cleared() {
     let (mut disk, mut state) = opened();
     assert_eq!(state.intent_log_mut().admit(ByteRange::new(0, 4096).unwrap()), Admit::Wait);
     disk.sets.insert(SetKey::Intent, state.intent_log().file(SetKey::Intent).unwrap());
@@ -415,7 +415,7 @@ fn failures_in_a_row_are_counted_across_processes_and_forgiven_after_an_hour() {
 }
 
 #[test]
-fn a_replica_whose_loss_could_not_be_recorded_stays_until_it_is() {
+fn a_failed_replica_runs_until_its_loss_is_recorded() {
     let mut disk = Memory { recorded: RecordOutcome::Not, ..Memory::new() };
     let mut state = failed_after(&mut disk, Duration::ZERO);
     assert_eq!((pause_s(&state), disk.lost_cache), (None, false));
@@ -444,7 +444,7 @@ fn an_engine_that_starts_later_ends_the_pause() {
 }
 
 #[test]
-fn a_member_with_data_is_never_made_anew() {
+fn a_member_with_data_is_never_recreated() {
     let (_, state) = opened();
     assert_eq!(state.check_may_discard(false, true, false), Err(Denied::IsMember(id(1))));
     assert_eq!(state.check_may_discard(true, true, false), Ok(()));

@@ -136,7 +136,7 @@ fn marks_begin_grow_shrink_and_end_a_set() {
 /// The engine counts from its mark on. A modification that the disk was given before that may still be under
 /// way. It is in nothing that the engine reads from this replica meanwhile.
 #[test]
-fn a_set_that_begins_has_what_is_being_modified() {
+fn a_new_set_has_the_regions_that_are_being_modified() {
     let mut intent_log = intent_log(40_000);
     intent_log.admit(range(3, 1));
     write_all(&mut intent_log);
@@ -149,7 +149,7 @@ fn a_set_that_begins_has_what_is_being_modified() {
 }
 
 #[test]
-fn a_mark_of_what_is_just_being_written_is_answered_too() {
+fn a_mark_of_a_region_that_is_being_written_is_answered() {
     let mut intent_log = intent_log(10);
     intent_log.admit(range(1, 1));
     let slot = intent_log.begin_write(false).unwrap().slot;
@@ -161,7 +161,7 @@ fn a_mark_of_what_is_just_being_written_is_answered_too() {
 }
 
 #[test]
-fn what_cannot_be_marked_is_refused() {
+fn invalid_marks_are_refused() {
     let mut intent_log = intent_log(10);
     let mut refused = |of, action, runs: &[_]| intent_log.mark(&mark(of, action, runs)).unwrap_err();
     for (of, action) in [(RegionsOf::Intent, MarkAction::Forget), (RegionsOf::Allocated, MarkAction::Add)] {
@@ -248,7 +248,7 @@ fn files_of_another_epoch_are_worth_nothing() {
 }
 
 #[test]
-fn a_lost_cache_is_made_up_for_when_all_that_was_dirty_has_been_cleared() {
+fn a_lost_cache_ends_when_all_dirty_regions_are_cleared() {
     let mut intent_log = intent_log(10);
     intent_log.lost_cache();
     assert!(!intent_log.has_lost_cache(), "nothing was dirty");
@@ -306,7 +306,7 @@ fn a_stamp_that_is_torn_is_not_known() {
 }
 
 #[test]
-fn a_stamp_that_nobody_knows_is_none() {
+fn an_unknown_stamp_is_none() {
     let intent_log = intent_log(10);
     assert_eq!((intent_log.stamp(), reloaded(&intent_log).stamp()), (Some(0), Some(0)));
     let regions = intent_log.regions();
@@ -324,7 +324,7 @@ fn a_stamp_that_nobody_knows_is_none() {
 }
 
 #[test]
-fn missed_regions_keep_the_stamp_of_who_misses_them() {
+fn out_of_sync_sets_keep_the_stamp_of_their_replica() {
     let mut intent_log = intent_log(10);
     stamped(&mut intent_log, 7);
     let all = view(1, &[1, 2, 3]);

@@ -143,7 +143,7 @@ fn zero_block(executor: &mut Executor, opcode: Opcode, ring: &mut Ring) {
 }
 
 #[test]
-fn zeroes_over_a_block_that_the_disk_had_lost_are_not_uncovered() {
+fn zeroes_over_a_vanished_block_are_not_repaired_away() {
     for opcode in [Opcode::WriteZeroes, Opcode::Discard] {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join("replica");
@@ -207,7 +207,7 @@ fn zeroes_that_another_member_gives_decide_about_a_block_that_the_disk_had_lost(
 
 /// The snapshot above has no data there, and every member has kept its sum.
 #[test]
-fn a_block_that_comes_back_ends_the_sums_of_later_snapshots() {
+fn a_restored_block_ends_the_sums_of_later_snapshots() {
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("replica");
     let (mut executor, patch) = with_vanished_below(&path);
@@ -293,7 +293,7 @@ fn a_request_does_not_see_a_hole_that_a_repair_makes() {
 
 /// The repair writes the page of the set that the request waits for.
 #[test]
-fn a_request_that_waits_for_a_page_goes_on_after_a_repair() {
+fn a_request_that_waits_for_a_page_continues_after_a_repair() {
     let temp = tempfile::tempdir().unwrap();
     let (mut executor, patch) = with_rot_below(&temp.path().join("replica"));
     let mut ring = Ring::new(16).unwrap();
@@ -426,7 +426,7 @@ fn the_sum_of_a_block_counts_until_its_repair_is_durable() {
 }
 
 #[test]
-fn a_repair_looks_at_all_pages_of_the_regions_that_it_touches() {
+fn a_repair_covers_all_pages_of_the_regions_that_it_touches() {
     let block = ByteRange::new(9 << 20, BLOCK_BYTES).unwrap();
     for (size_bytes, pages) in [(1 << 30, 4..5), (2 << 40, 4..5), (3 << 40, 4..6), (5 << 40, 4..8)] {
         assert_eq!(pages_of_regions(Regions::of(size_bytes), block), pages, "{size_bytes}");
