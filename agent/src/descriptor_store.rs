@@ -193,7 +193,7 @@ mod tests {
 
     /// Runs a process that leaves a descriptor, and one that finds it.
     #[test]
-    fn one_process_leaves_what_the_next_one_gets() {
+    fn the_next_process_gets_the_descriptors_of_the_one_before() {
         let dir = tempfile::tempdir().unwrap();
         let store = DescriptorStore::open(&dir.path().join("notify")).unwrap();
         let (mut ours, theirs) = UnixStream::pair().unwrap();

@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn tells_who_holds_it_while_that_lives() {
+    fn names_the_holder_while_it_lives() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("pid");
         assert!(Holder::find(&path).unwrap().is_none());
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_left_over_file_is_nobodys() {
+    fn a_left_over_file_has_no_holder() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("pid");
         fs::write(&path, "1\n").unwrap();

@@ -129,7 +129,7 @@ fn agent_and_kubelet_restart_in_any_order() {
 }
 
 #[test]
-fn sockets_that_are_taken_away_are_made_again() {
+fn removed_sockets_are_recreated() {
     let host = Host::new("auto");
     let kubelet = host.kubelet();
     let agent = host.agent();
@@ -253,7 +253,7 @@ async fn a_volume_that_has_no_device_yet_is_asked_for_again() {
 }
 
 #[test]
-fn off_is_off() {
+fn csi_off_creates_no_sockets() {
     let host = Host::new("off");
     fs::create_dir(host.root()).unwrap();
     let agent = host.agent();

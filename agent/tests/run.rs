@@ -93,7 +93,7 @@ fn refuses_another_volume_and_a_second_run() {
 }
 
 #[test]
-fn starts_what_dies_again() {
+fn restarts_processes_that_die() {
     let dir = tempfile::tempdir().unwrap();
     let running = Running::start(&mut run(dir.path(), &["--replicas", "1"]));
     let ready = Ready::of(&running);
@@ -130,7 +130,7 @@ fn leaves_nothing_behind_when_it_is_killed() {
 }
 
 #[test]
-fn goes_on_where_its_own_files_are_lost_or_older_than_the_replicas() {
+fn continues_if_its_own_files_are_lost_or_older_than_the_replicas() {
     let dir = tempfile::tempdir().unwrap();
     let once = |block: u8| {
         let mut running = Running::start(&mut run(dir.path(), &["--replicas", "2"]));
@@ -192,7 +192,7 @@ fn long_paths_do_not_matter() {
 }
 
 #[test]
-fn says_why_it_cannot_start() {
+fn a_failed_start_names_the_reason() {
     let dir = tempfile::tempdir().unwrap();
     let mut running = Running::start(&mut run(dir.path(), &["--replicas", "1"]));
     let ready = Ready::of(&running);

@@ -343,7 +343,7 @@ async fn a_killed_agent_changes_nothing() {
 }
 
 #[tokio::test]
-async fn what_dies_is_started_again() {
+async fn a_dead_process_is_restarted() {
     let node = Node::new();
     let (agent, mut client) = node.start().await;
     start_volume(&node.disk(), "socket", &mut client).await;
@@ -463,7 +463,7 @@ async fn calls_can_be_repeated_and_contradictions_are_refused() {
 }
 
 #[tokio::test]
-async fn watches_tell_everything_in_order() {
+async fn watches_report_all_changes_in_order() {
     let node = Node::new();
     let (mut agent, mut client) = node.start().await;
     start_volume(&node.disk(), "socket", &mut client).await;
@@ -494,7 +494,7 @@ async fn watches_tell_everything_in_order() {
 }
 
 #[tokio::test]
-async fn an_instance_that_cannot_start_says_why() {
+async fn an_instance_that_cannot_start_reports_the_reason() {
     let node = Node::new();
     let (_agent, mut client) = node.start().await;
     let path = node.disk().display().to_string();

@@ -126,7 +126,7 @@ async fn ask(port: u16, bundle: Bundle) -> Result<(), (Option<Code>, String)> {
 }
 
 #[tokio::test]
-async fn the_controller_of_the_cluster_is_served_and_nobody_else() {
+async fn only_the_controller_of_the_cluster_is_served() {
     let (node_dir, mut ours, mut other) = (Node::new(), Cluster::new("one"), Cluster::new("one"));
     let _agent = node_dir.enrolled(&mut ours);
     let port = node_dir.port;

@@ -112,11 +112,11 @@ async fn inside() {
     assert_eq!(endpoint(&first), Path::new(DEVICE));
     fs::write("/root/random", vec![0xa5; 1 << 20]).unwrap();
     sh("dd if=/root/random of=/dev/longhorn/v1 bs=64k oflag=direct status=none");
-    what_the_units_promise(&list(&mut client).await);
+    instances_have_the_settings_of_the_units(&list(&mut client).await);
     let mut client = kill_the_agent(socket, client).await;
     let second = kill_the_engine(&first, &mut client).await;
     refuse_while_in_use(&second, &mut client).await;
-    give_up_and_go_on(&mut client).await;
+    give_up_and_continue(&mut client).await;
     depose_the_engine(&mut client).await;
     stop_all(&mut client).await;
 }
@@ -126,7 +126,7 @@ fn sh(script: &str) {
     assert!(status.success(), "{script}: {status}");
 }
 
-fn what_the_units_promise(instances: &[v1::Instance]) {
+fn instances_have_the_settings_of_the_units(instances: &[v1::Instance]) {
     assert_eq!(instances.len(), 3);
     for instance in instances {
         let proc = Path::new("/proc").join(instance.pid.to_string());
@@ -183,7 +183,7 @@ async fn refuse_while_in_use(engine: &v1::Instance, client: &mut NodeClient<Chan
 }
 
 /// Tests a replica that cannot start: systemd gives it up, the agent does not; stopping it ends that.
-async fn give_up_and_go_on(client: &mut NodeClient<Channel>) {
+async fn give_up_and_continue(client: &mut NodeClient<Channel>) {
     let missing = v1::StartReplicaRequest { create: false, ..replica(Path::new(DISK), "0000000c") };
     client.start_replica(missing).await.unwrap();
     let name = "v1-0000000c";

@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn tells_its_status_and_every_change() {
+    fn reports_its_status_and_every_change() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control");
         let (server, publisher) = Server::start(&path, status(), |_| ()).unwrap();
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn tells_what_was_done() {
+    fn reports_io_counters() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control");
         let (_server, publisher) = Server::start(&path, status(), |_| ()).unwrap();

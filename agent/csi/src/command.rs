@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn is_killed_after_its_time_with_what_it_started() {
+    fn a_timeout_kills_the_command_and_its_children() {
         let dir = tempfile::tempdir().unwrap();
         let pid = dir.path().join("pid");
         let script = format!("sleep 1000 & echo $! > {}; wait", pid.display());
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn what_it_leaves_running_is_not_waited_for() {
+    fn processes_left_running_are_not_waited_for() {
         let begun = Instant::now();
         let finished = Tool::new("sh", LONG).args(["-c", "sleep 5 & exit 0"]).run().unwrap();
         assert_eq!(finished.code, Some(0));

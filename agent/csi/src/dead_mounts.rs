@@ -89,7 +89,7 @@ mod tests {
     const UID: &str = "0b9f7f3e-1c39-4a4c-8f43-1b0e8d3f6a11";
 
     #[test]
-    fn the_path_says_whose_mount_it_is() {
+    fn the_path_names_the_pod_of_a_mount() {
         let csi = "volumes/kubernetes.io~csi/pvc-0b9f7f3e-1c39-4a4c-8f43-1b0e8d3f6a99/mount";
         let found = |path: String| pod_uid(Path::new(&path)).map(str::to_owned);
         assert_eq!(found(format!("/var/lib/kubelet/pods/{UID}/{csi}")).as_deref(), Some(UID));

@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn places_are_made_and_taken_away_but_never_with_data() {
+    fn targets_are_created_and_removed_but_never_with_data() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("target");
         assert!(create_target(&path, TargetKind::Directory).unwrap());

@@ -14,7 +14,7 @@ use shorthorn_api::csi::v1::{node_service_capability, plugin_capability};
 use tonic::Code;
 
 #[tokio::test]
-async fn identity_says_who_and_what() {
+async fn identity_reports_name_and_capabilities() {
     let node = Node::new();
     let mut identity = node.serve().await.identity;
     let info = identity.get_plugin_info(v1::GetPluginInfoRequest {}).await.unwrap().into_inner();
@@ -34,7 +34,7 @@ async fn identity_says_who_and_what() {
 }
 
 #[tokio::test]
-async fn the_node_says_where_and_what() {
+async fn the_node_reports_topology_and_capabilities() {
     let node = Node::new();
     let mut client = node.serve().await.node;
     let info = client.node_get_info(v1::NodeGetInfoRequest {}).await.unwrap().into_inner();
@@ -157,7 +157,7 @@ fn wrong_capabilities() -> [(&'static str, Change<Stage>, Code); 6] {
 }
 
 #[tokio::test]
-async fn staging_that_cannot_be() {
+async fn invalid_staging_calls_are_refused() {
     let mut node = Node::new();
     node.volume("v1");
     let mut client = node.serve().await;
@@ -178,7 +178,7 @@ async fn staging_that_cannot_be() {
 }
 
 #[tokio::test]
-async fn publishing_that_cannot_be() {
+async fn invalid_publish_calls_are_refused() {
     let mut node = Node::new();
     node.volume("v1");
     let mut client = node.serve().await;
@@ -235,7 +235,7 @@ async fn publishing_that_cannot_be() {
 }
 
 #[tokio::test]
-async fn undoing_that_cannot_be_and_undoing_nothing() {
+async fn unstaging_and_unpublishing_of_missing_paths() {
     let mut node = Node::new();
     node.volume("v1");
     let mut client = node.serve().await;
@@ -258,7 +258,7 @@ async fn undoing_that_cannot_be_and_undoing_nothing() {
 }
 
 #[tokio::test]
-async fn asking_and_growing_where_there_is_nothing() {
+async fn stats_and_expansion_of_missing_volumes_and_paths() {
     let mut node = Node::new();
     node.volume("v1");
     let mut client = node.serve().await;

@@ -183,7 +183,7 @@ async fn a_device_that_is_not_the_volumes_is_not_touched() {
 }
 
 #[tokio::test]
-async fn what_a_lost_device_leaves_mounted_is_replaced() {
+async fn mounts_of_a_lost_device_are_replaced() {
     let mut node = Node::new();
     node.volume("old");
     node.volume("new");
@@ -418,7 +418,7 @@ fn runs(program: &str, argument: &Path) -> bool {
 }
 
 #[tokio::test]
-async fn a_caller_that_goes_away_leaves_the_work_and_its_gate() {
+async fn a_cancelled_call_leaves_its_work_and_its_gate() {
     let mut node = Node::new();
     node.volume("v1");
     let mut client = node.serve().await;

@@ -216,7 +216,7 @@ async fn an_ext4_volume_grows_in_use() {
 /// The device cannot grow while it is in use: kubelet stages the volume again on the same node, with no
 /// attachment in between.
 #[tokio::test]
-async fn a_volume_that_is_staged_anew_has_the_size_that_its_device_could_not_take_in_use() {
+async fn a_volume_staged_again_has_the_size_that_its_device_refused_in_use() {
     for as_block in [false, true] {
         let mut node = Node::new();
         node.volume("v1");
@@ -285,7 +285,7 @@ async fn a_device_that_has_grown_needs_nothing_more() {
 }
 
 #[tokio::test]
-async fn the_condition_says_what_is_wrong() {
+async fn the_volume_condition_names_the_problem() {
     let mut node = Node::new();
     node.volume("v1");
     let mut client = node.serve().await;

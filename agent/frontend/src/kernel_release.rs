@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernels_whose_rings_end() {
+    fn kernels_with_safe_deferral_are_recognised() {
         for release in
             ["6.12.67", "6.12.117+deb12-cloud-amd64", "6.6.122", "6.19.0", "6.19-rc7", "7.0.1-arch1-1"]
         {
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn other_kernels_are_not() {
+    fn other_kernels_are_accepted() {
         for good in [
             "6.18.3",
             "6.18.6",

@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_node_stays() {
+    fn files_that_are_not_nodes_stay() {
         let Some(dir) = directory() else { return };
         fs::write(dir.path().join("a"), "data").unwrap();
         let error = publish(dir.path(), &name("a"), DEAD).unwrap_err();
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_is_there_with_the_right_size_or_not() {
+    fn a_disk_is_ready_only_with_its_size() {
         let sys = tempfile::tempdir().unwrap();
         assert_eq!(disk_of(&sys.path().join("none")).unwrap(), None);
         fs::write(sys.path().join("dev"), "259:7\n").unwrap();

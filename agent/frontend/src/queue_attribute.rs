@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_larger_is_lowered() {
+    fn attributes_over_the_limit_are_lowered() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("an attribute");
         for (before, after) in
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_to_be_set_whatever_it_is_may_be_smaller() {
+    fn a_limit_of_zero_sets_the_attribute_in_any_case() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("an attribute");
         fs::write(&path, "128\n").unwrap();

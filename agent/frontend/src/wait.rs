@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn looks_again_until_the_limit() {
+    fn repeats_its_check_until_the_limit() {
         let mut looks = 0;
         let found = until(Duration::from_secs(60), || {
             looks += 1;

@@ -30,7 +30,7 @@ fn a_process_that_has_it_open_is_named() {
 }
 
 #[test]
-fn a_loop_device_on_it_is_named_whatever_became_of_its_path() {
+fn a_loop_device_is_named_even_if_its_path_was_removed() {
     let (device, folder) = device();
     // As kubelet does: the node under another path, which is removed while the loop device stays.
     let node = folder.path().join("node");

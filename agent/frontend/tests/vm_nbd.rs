@@ -22,7 +22,7 @@ fn requests_are_limited(guest: &Guest) -> Result<()> {
 }
 
 #[test]
-fn the_block_layer_sees_what_we_offer_and_it_grows() -> Result<()> {
+fn the_block_layer_shows_the_exported_limits_and_grows() -> Result<()> {
     let guest = start()?;
     let pid = guest.serve("memory", "--queues 4 --depth 64")?;
     requests_are_limited(&guest)?;
@@ -68,7 +68,7 @@ fn the_block_layer_sees_what_we_offer_and_it_grows() -> Result<()> {
 
 /// On a kernel whose driver knows WRITE_ZEROES: Linux 6.12 or later.
 #[test]
-fn every_request_does_what_it_says() -> Result<()> {
+fn every_request_has_its_effect() -> Result<()> {
     let guest = Guest::start(Kernel::Ublk, "nbd")?;
     let vm = &guest.vm;
     // The kernel writes nothing back by itself for an hour. 0 would have it look at once for too many dirty

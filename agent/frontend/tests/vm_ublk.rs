@@ -18,12 +18,12 @@ fn start() -> Result<Guest> {
 }
 
 #[test]
-fn the_block_layer_sees_what_we_offer() -> Result<()> {
+fn the_block_layer_shows_the_exported_limits() -> Result<()> {
     the_block_layer_sees(Kernel::Ublk)
 }
 
 #[test]
-fn the_newest_block_layer_sees_what_we_offer_and_it_grows() -> Result<()> {
+fn the_newest_block_layer_shows_the_exported_limits_and_grows() -> Result<()> {
     the_block_layer_sees(Kernel::Newest)
 }
 
@@ -83,7 +83,7 @@ fn the_block_layer_sees(kernel: Kernel) -> Result<()> {
 }
 
 #[test]
-fn every_request_does_what_it_says() -> Result<()> {
+fn every_request_has_its_effect() -> Result<()> {
     let guest = start()?;
     let pid = guest.serve("memory", "")?;
     let vm = &guest.vm;
@@ -172,7 +172,7 @@ fn a_host_without_udevd_is_not_waited_for() -> Result<()> {
 }
 
 #[test]
-fn file_systems_and_who_uses_them() -> Result<()> {
+fn file_systems_work_and_users_are_named() -> Result<()> {
     let guest = start()?;
     let pid = guest.serve("memory", "")?;
     let vm = &guest.vm;
@@ -525,7 +525,7 @@ fn paused_again_and_again_during_a_start() -> Result<()> {
 }
 
 #[test]
-fn a_kernel_without_ublk_says_what_is_missing() -> Result<()> {
+fn a_start_on_a_kernel_without_ublk_names_the_missing_module() -> Result<()> {
     let guest = Guest::start(Kernel::Nbd, "ublk")?;
     let device =
         format!("memory_device --size {SIZE_BYTES} --backing /mem/memory.data --state /mem/memory.state");

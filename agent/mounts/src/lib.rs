@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn tells_read_only_mounts_from_file_systems_that_gave_up() {
+    fn distinguishes_read_only_mounts_from_failed_file_systems() {
         let mount = |options: &str, super_options: &str| Mount {
             options: options.into(),
             super_options: super_options.into(),
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_that_are_no_mounts_are_refused() {
+    fn invalid_lines_are_refused() {
         for bad in
             ["x", "1 2 3:4 / /m rw ext4 dev rw", "1 2 34 / /m rw - ext4 d rw", "1 2 3:4 / /m\\9 rw - e d rw"]
         {

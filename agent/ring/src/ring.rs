@@ -265,7 +265,7 @@ mod tests {
     const TOKEN: Token = Token { source: 1, kind: 2, index: 3, tag: 4 };
 
     #[test]
-    fn reads_what_it_wrote() {
+    fn reads_back_written_data() {
         for task_work in [TaskWork::Deferred, TaskWork::Cooperative] {
             reads_back(Ring::with(2, task_work).unwrap());
         }
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn says_when_there_is_something_to_read() {
+    fn reports_a_readable_descriptor() {
         let mut ring = Ring::new(2).unwrap();
         let (reader, mut writer) = std::io::pipe().unwrap();
         let mut out = Vec::new();

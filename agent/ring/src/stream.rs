@@ -461,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_go_out_in_order_and_name_their_owners() {
+    fn frames_are_sent_in_order_and_name_their_owners() {
         let (mut stream, mut peer, mut ring) = pair(200);
         let arena = Arena::new(1, 1 << 20).unwrap();
         arena.buf(0).copy_from(&[5; 1 << 20]);
@@ -495,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_stream_says_so() {
+    fn a_full_stream_returns_an_error() {
         let (mut stream, _peer, _ring) = pair(1);
         stream.send(b"a", None, None).unwrap();
         assert_eq!(stream.send(b"b", None, None).unwrap_err().raw_os_error(), Some(libc::ENOBUFS));

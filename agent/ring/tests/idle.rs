@@ -17,7 +17,7 @@ const TOKEN: Token = Token { source: 1, kind: 2, index: 3, tag: 4 };
 const NO_IOWAIT_SINCE: (u32, u32) = (6, 15);
 
 #[test]
-fn idle_rings_are_no_wait_for_a_disk() {
+fn idle_rings_do_not_count_as_waiting_for_a_disk() {
     let (sender, ready) = mpsc::channel();
     let threads: Vec<_> =
         (0..THREADS).map(|at| wait_in_a_ring(sender.clone(), (at % 2 == 0).then_some(10 * LIMIT))).collect();

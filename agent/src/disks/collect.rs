@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_block_device_is_refused() {
+    fn paths_that_are_not_block_devices_are_refused() {
         for path in ["/dev/null", "/etc/passwd", "/dev", "/dev/no-such-device"] {
             assert!(device_at(Path::new(path)).is_err(), "{path}");
         }

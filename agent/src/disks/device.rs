@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_of_volumes_and_memory_are_not_looked_at() {
+    fn devices_of_volumes_and_memory_are_skipped() {
         assert!(["sda", "nvme0n1", "vdb", "md127", "mmcblk0"].into_iter().all(is_usual));
         assert!(
             !["loop0", "ram0", "zram0", "sr0", "dm-0", "ublkb0", "nbd0", "fd0"].into_iter().any(is_usual)

@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_that_is_no_toml_is_refused() {
+    fn invalid_toml_is_refused() {
         let address = [127, 0, 0, 1].into();
         let node = NodeSettings { writer: "a test", name: None, address, port: 9501, metrics_port: None };
         assert!(complete("queues 2", &node).is_err());

@@ -85,7 +85,7 @@ impl Supervisor {
                 Some(Event::Status(process, start, status)) => self.processes[process].take(start, *status),
                 None => {}
             }
-            self.start_what_is_due()?;
+            self.start_due_processes()?;
             self.announce_if_ready()?;
             if !self.announced && Instant::now() >= deadline {
                 return Err(self.not_ready());
@@ -136,7 +136,7 @@ impl Supervisor {
         }
     }
 
-    fn start_what_is_due(&mut self) -> Result<(), RunError> {
+    fn start_due_processes(&mut self) -> Result<(), RunError> {
         let now = Instant::now();
         for process in &mut self.processes {
             if process.restart_at.is_some_and(|at| at <= now) {

@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn goes_on_with_what_is_there() {
+    fn continues_with_an_existing_volume() {
         let dir = tempfile::tempdir().unwrap();
         let args = args(dir.path(), &["--size", "1GiB"]);
         let mut first = VolumeDir::open(&args).unwrap();
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn says_what_is_wrong_with_the_file() {
+    fn errors_name_the_file_and_its_line() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("volume.json"), "{\n\"name\": \"v1\",\n\"colour\": 1}").unwrap();
         let text = VolumeDir::open(&args(dir.path(), &["--size", "1GiB"])).unwrap_err().to_string();

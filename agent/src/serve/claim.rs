@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn everybody_may_ask_who_the_node_is() {
+    fn any_cluster_may_query_and_release_the_node() {
         assert!(asked("GetNode", Some("one")).is_none());
         assert!(asked("ReleaseNode", Some("one")).is_none());
         assert_eq!(asked("StopInstance", Some("one")).unwrap().unwrap(), "one");

@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_of_the_configuration_needs_not_be_added_and_is_not_made_anew_when_it_is_not_mounted() {
+    fn a_configured_disk_is_used_at_once_and_not_recreated_if_unmounted() {
         let dir = tempfile::tempdir().unwrap();
         let disk = dir.path().join("disk");
         let configured = [disk.clone()];
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_earlier_or_a_later_agent_has_kept_is_read_and_stays() {
+    fn fields_of_an_earlier_or_a_later_agent_are_kept() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("disks.json");
         // Of release 0.1.0.
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn says_what_is_wrong() {
+    fn unusable_paths_are_refused_with_the_reason() {
         let dir = tempfile::tempdir().unwrap();
         let disks = disks(dir.path());
         let add = |path: &Path| disks.add(path.to_str().unwrap()).unwrap_err();

@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn shows_views_and_what_may_be_missing() {
+    fn shows_views_and_possible_losses() {
         let dir = tempfile::tempdir().unwrap();
         let directory = dir.path().join("v1-00000001");
         assert!(inspect(&directory, false).unwrap().missing);
@@ -249,7 +249,7 @@ mod tests {
 
     /// A controller whose store was restored from a backup may draw a number that was used before.
     #[test]
-    fn a_salvage_with_the_number_of_a_known_engine_is_no_repetition() {
+    fn a_salvage_with_the_number_of_a_known_engine_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let directory = dir.path().join("v1-00000001");
         replica(&directory);
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_replica_is_refused() {
+    fn missing_open_and_never_used_replicas_are_not_salvaged() {
         let dir = tempfile::tempdir().unwrap();
         assert!(matches!(salvage(dir.path(), id(1), 1), Err(NodeError::NotFound(_))));
         let directory = dir.path().join("v1-00000001");

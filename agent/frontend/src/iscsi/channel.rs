@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_mount_is_left_alone() {
+    fn a_path_without_a_mount_stays() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v.iscsi/disk");
         make_mount_point(&path).unwrap();

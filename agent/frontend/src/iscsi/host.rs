@@ -37,7 +37,7 @@ impl Host {
     }
 
     /// Returns true if systemd is about to halt or restart the host.
-    pub(super) fn goes_down(&self) -> bool {
+    pub(super) fn is_shutting_down(&self) -> bool {
         let mut command = self.command("systemctl");
         command.arg("is-system-running").stdin(Stdio::null()).stderr(Stdio::null());
         let state = wait::within(STATE_LIMIT, move || command.output());
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_that_goes_down_is_known() {
+    fn a_stopping_host_is_recognised() {
         assert!(is_stopping(b"stopping\n"));
         for answer in [&b"running\n"[..], b"degraded\n", b"starting\n", b"offline\n", b""] {
             assert!(!is_stopping(answer));

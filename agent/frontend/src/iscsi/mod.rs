@@ -90,7 +90,7 @@ pub fn prepare_iscsi(
     }
     let (channel, adopted) = match take_over(spec, &files, handed_over)? {
         Some((channel, process)) => (channel, Some(process)),
-        None => (mount_anew(&spec.volume, &files)?, None),
+        None => (replace_mount(&spec.volume, &files)?, None),
     };
     let portal = choose_portal(spec)?;
     let fuse = channel.share().map_err(|source| system("share the FUSE file with tgtd", source))?;
@@ -171,7 +171,7 @@ fn take_over(
 }
 
 /// Removes the file of a dead engine with the tgtd that waits for it, and mounts a new one.
-fn mount_anew(volume: &VolumeName, files: &Files) -> Result<Channel, FrontendError> {
+fn replace_mount(volume: &VolumeName, files: &Files) -> Result<Channel, FrontendError> {
     target::remove(files)
         .map_err(|source| system(format!("remove the iSCSI target that {volume} had before"), source))?;
     let disk = files.disk();
@@ -371,7 +371,7 @@ impl Device for IscsiDevice {
     }
 
     fn ends_with_host(&self) -> bool {
-        self.server.host.goes_down() && self.in_use().is_none()
+        self.server.host.is_shutting_down() && self.in_use().is_none()
     }
 
     fn stop(&mut self) -> Result<(), FrontendError> {

@@ -87,7 +87,7 @@ fn clients_that_are_not_newstyle_are_closed() {
 }
 
 #[test]
-fn list_abort_and_what_is_not_supported() {
+fn list_and_abort_are_answered_and_unknown_options_refused() {
     let listed = [replied(3, REP_SERVER, b"\0\0\0\x05vol-1"), replied(3, REP_ACK, b"")].concat();
     assert_eq!(client(&option(3, b"")), (listed, Next::Wait));
     assert_eq!(client(&option(2, b"")), (replied(2, REP_ACK, b""), Next::Close));
@@ -98,7 +98,7 @@ fn list_abort_and_what_is_not_supported() {
 }
 
 #[test]
-fn info_tells_and_goes_on() {
+fn info_is_answered_and_negotiation_continues() {
     let (answer, next) = client(&[option(6, &go("", &[1])), option(7, &go("vol-1", &[]))].concat());
     assert_eq!(next, Next::Transmission);
     assert!(answer.windows(7).any(|part| part == b"\0\x01vol-1"), "the name was asked for");

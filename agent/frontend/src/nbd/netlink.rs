@@ -325,7 +325,7 @@ mod tests {
 
     /// Asks the controller of generic netlink, which every kernel has, for a family that does not exist.
     #[test]
-    fn the_kernel_understands_us() {
+    fn the_kernel_answers_netlink_requests() {
         assert_eq!(Driver::of_family("nlctrl").unwrap().family, GENL_ID_CTRL);
         assert_eq!(Driver::of_family("shorthorn").unwrap_err().raw_os_error(), Some(libc::ENOENT));
         match Driver::open() {

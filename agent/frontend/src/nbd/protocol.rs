@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_served_is_refused_as_prescribed() {
+    fn requests_that_cannot_be_served_get_the_prescribed_errors() {
         const READ: u16 = 0;
         const WRITE: u16 = 1;
         const FLUSH: u16 = 3;
@@ -331,7 +331,7 @@ mod tests {
         }
 
         #[test]
-        fn what_passes_the_check_is_inside_the_volume(
+        fn requests_that_pass_the_check_are_inside_the_volume(
             kind in 0u16..8, flags in 0u16..4, offset: u64, length: u32
         ) {
             let request = header(kind, flags, offset, length);

@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_shut_out() {
+    fn every_connection_can_claim_a_slot() {
         let mut share = SlotShare::new(8, 3);
         assert_eq!(share.largest_claim(), 6);
         assert!(claim(&mut share, 0, 6).is_some(), "one takes all it can");

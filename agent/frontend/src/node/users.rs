@@ -276,7 +276,7 @@ garbage
     }
 
     #[test]
-    fn says_who_uses_a_disk_or_its_partition() {
+    fn names_the_users_of_a_disk_and_its_partitions() {
         let root = tempfile::tempdir().unwrap();
         let host = Host { sysfs: root.path().join("sys"), proc: root.path().join("proc") };
         let disk = host.sysfs.join("dev/block/259:3");

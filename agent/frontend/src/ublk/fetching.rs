@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mapping_that_is_refused_says_what_to_do() {
+    fn a_refused_mapping_names_the_remedy() {
         let of = |errno| cannot_map(3, &io::Error::from_raw_os_error(errno)).to_string();
         let text = of(libc::EINVAL);
         assert!(text.contains("queue 3") && text.contains("Detach the volume"), "{text}");

@@ -38,7 +38,7 @@ mod tests {
     use crate::node;
 
     #[test]
-    fn a_mark_has_the_name_that_the_rules_of_udev_look_for_and_is_no_volume() {
+    fn a_mark_has_the_name_in_the_udev_rules_and_is_not_listed_as_a_volume() {
         let directory = tempfile::tempdir().unwrap();
         let devices = directory.path().join("longhorn");
         write(&devices, 7, &VolumeName::new("v1").unwrap()).unwrap();

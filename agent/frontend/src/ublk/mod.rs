@@ -438,7 +438,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parameters_are_what_the_driver_takes() {
+    fn parameters_are_those_that_the_driver_accepts() {
         let params = params(1 << 30, MAX_IO_BYTES);
         assert_eq!(params.length_bytes, 60, "the two sets without the padding");
         assert_eq!(params.types, 3);
@@ -451,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hanging_command_says_what_to_look_for() {
+    fn a_hanging_command_names_the_kernel_log() {
         let error = during("make a ublk device".into())(wait::timed_out(START_LIMIT)).to_string();
         assert!(error.contains("no answer within 30s") && error.contains("kernel log"), "{error}");
         let error =

@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_says_what_was_asked_for() {
+    fn a_refusal_reports_the_request() {
         let (operation, errno) = (Some(Operation::Write { fua: true }), Errno::INVALID);
         let too_long = refusal(descriptor(abi::IO_OP_WRITE | abi::IO_F_FUA, 8, 4096), errno);
         assert_eq!(too_long, RefusedRequest { operation, offset_bytes: 4096, length_bytes: 2 << 20, errno });
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn what_breaks_a_limit_is_refused() {
+    fn requests_over_a_limit_are_refused() {
         assert!(ask(abi::IO_OP_WRITE, 0, 2048).is_ok());
         assert_eq!(ask(abi::IO_OP_WRITE, 0, 2049), Err(Errno::INVALID));
         assert_eq!(ask(abi::IO_OP_DISCARD, 0, 65537), Err(Errno::INVALID));

@@ -263,7 +263,7 @@ fn an_error_of_the_volume_is_the_answer_to_the_whole_request() {
 }
 
 #[test]
-fn what_is_no_request_ends_the_connection() {
+fn invalid_requests_end_the_connection() {
     let server = Server::new(1, 8);
     let mut client = server.client(false);
     client.stream.write_all(&[0x55; 28]).unwrap();
@@ -302,7 +302,7 @@ fn more_requests_than_slots_are_all_answered() {
 }
 
 #[test]
-fn large_requests_go_part_by_part_through_few_slots() {
+fn large_requests_are_split_if_slots_are_few() {
     let server = Server::new(1, 2);
     let mut clients: Vec<Client> = vec![server.client(true)];
     let data = pattern(9, 32 * MIB);
@@ -318,7 +318,7 @@ fn large_requests_go_part_by_part_through_few_slots() {
 }
 
 #[test]
-fn a_client_that_stops_in_the_middle_stops_nobody_else() {
+fn a_stalled_client_does_not_delay_others() {
     let server = Server::new(1, 16);
     // One sends half a write, one never reads its replies, one has not even said a word.
     let mut half = server.client(false);
@@ -479,7 +479,7 @@ fn a_client_that_chooses_no_export_makes_room_after_a_while() {
 }
 
 #[test]
-fn stop_answers_what_is_in_progress_and_closes_the_rest() {
+fn a_stop_answers_running_requests_and_closes_all_connections() {
     let mut server = Server::new(2, 16);
     let mut busy = server.client(false);
     let idle = server.client(false);

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kubelet_that_runs_is_believed_more_than_what_lies_around() {
+    fn the_root_of_a_running_kubelet_is_preferred() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
         for name in ["proc", "known", "running", "contained"] {

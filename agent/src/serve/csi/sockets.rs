@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_socket_of_systemd_is_used_where_it_belongs() {
+    async fn a_socket_of_systemd_is_used_only_at_its_path() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("csi.sock");
         let inherited = Inherited { csi: Some(StdListener::bind(&path).unwrap()), registration: None };

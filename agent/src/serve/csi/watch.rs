@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn wakes_whoever_waits_for_a_directory_a_file_or_its_end() {
+    async fn wakes_waiters_for_a_directory_a_file_or_its_removal() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a/b/c");
         wakes(&path, || fs::create_dir(dir.path().join("a")).unwrap()).await;

@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_device_that_cannot_grow_in_use_is_made_anew() {
+    fn only_a_device_that_cannot_grow_in_use_is_recreated() {
         let keeps = |event: v1::InstanceEvent| keeps_size(&event.instance.unwrap());
         assert!(keeps(with_expansion(EnginePhase::Serving, true)));
         // A running expansion ends by itself, and an engine that starts or is frozen has no size to take.
@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_device_is_made_anew_once_an_engine_serves_it() {
+    async fn a_device_is_recreated_once_an_engine_serves_it() {
         let (sent, changes) = broadcast::channel(16);
         let mut watch = Watch { now: Vec::new(), changes };
         for event in [

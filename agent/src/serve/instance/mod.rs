@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_no_name() {
+    fn invalid_names_are_refused() {
         for name in ["", "../v1", "v1/x", "V1", "v1\n"] {
             assert!(InstanceId::parse(v1::InstanceKind::Engine, name).is_err(), "{name:?}");
         }

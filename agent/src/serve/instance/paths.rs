@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn the_state_of_an_engine_goes_a_day_after_its_spec_and_no_other_volume_of_the_name_gets_it() {
+    fn the_state_of_an_engine_is_kept_for_a_day_and_only_for_its_own_volume() {
         let dir = tempfile::tempdir().unwrap();
         let paths = InstancePaths::prepare(&dir.path().join("state"), &dir.path().join("run")).unwrap();
         let volume = |name: &str| VolumeName::new(name).unwrap();
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn the_state_of_an_engine_of_one_volume_goes_unless_it_is_wanted_or_young() {
+    fn the_state_of_an_engine_is_removed_unless_it_is_wanted_or_young() {
         let dir = tempfile::tempdir().unwrap();
         let paths = InstancePaths::prepare(&dir.path().join("state"), &dir.path().join("run")).unwrap();
         let volume = |name: &str| VolumeName::new(name).unwrap();

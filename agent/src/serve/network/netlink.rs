@@ -162,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_without_a_network_is_no_first_choice() {
+    fn an_address_without_a_network_is_secondary() {
         let links = HashMap::from([(2, ("eth1".to_owned(), true))]);
         let is_secondary = |text: &str, prefix_len: u8| {
             let mut message = AddressMessage::default();

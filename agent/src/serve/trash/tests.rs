@@ -37,7 +37,7 @@ fn moved(disk: &Path, note: &str, now_ms: u64) -> Result<(), NodeError> {
 }
 
 #[test]
-fn what_was_deleted_comes_back_as_it_was() {
+fn a_deleted_replica_is_restored_unchanged() {
     let dir = disk();
     let directory = directory_of(dir.path(), &replica());
     fs::write(directory.join("mark"), "mine").unwrap();
@@ -119,7 +119,7 @@ fn a_record_that_is_damaged_or_of_another_one_restores_nothing() {
 }
 
 #[test]
-fn the_oldest_go_first_when_their_time_is_over_or_space_is_short() {
+fn the_oldest_are_deleted_first_by_age_or_lack_of_space() {
     let limits = TrashLimits { keep: Duration::from_hours(24), free_percent: 10 };
     let space = |available_bytes| Space { total_bytes: 1000, available_bytes };
     let all = [(0, 30), (10 * HOUR_MS, 30), (20 * HOUR_MS, 30)];
@@ -134,7 +134,7 @@ fn the_oldest_go_first_when_their_time_is_over_or_space_is_short() {
 }
 
 #[test]
-fn a_sweep_ends_what_was_cut_off_and_leaves_what_is_young() {
+fn a_sweep_ends_interrupted_deletions_and_keeps_young_directories() {
     let dir = disk();
     moved(dir.path(), "", HOUR_MS).unwrap();
     made(dir.path());
@@ -153,7 +153,7 @@ fn a_sweep_ends_what_was_cut_off_and_leaves_what_is_young() {
 /// An interrupted undeletion finds the directories that it has restored, and so does a search for directories
 /// without an owner.
 #[test]
-fn what_is_restored_is_listed_until_its_record_is_removed() {
+fn a_restored_replica_is_listed_until_its_record_is_removed() {
     let dir = disk();
     moved(dir.path(), "a note", 7).unwrap();
     restore(dir.path(), &replica(), 7).unwrap();
@@ -177,7 +177,7 @@ fn what_is_restored_is_listed_until_its_record_is_removed() {
 }
 
 #[test]
-fn what_somebody_reads_is_not_deleted() {
+fn a_directory_that_an_export_reads_is_not_deleted() {
     let dir = disk();
     moved(dir.path(), "", HOUR_MS).unwrap();
     let folder = folder_of(dir.path(), &replica(), HOUR_MS);
@@ -215,7 +215,7 @@ fn the_oldest_make_room_for_the_record_of_the_newest() {
 }
 
 #[test]
-fn a_replica_that_a_process_has_open_is_not_deleted_where_nothing_is_kept_either() {
+fn an_open_replica_is_not_deleted_if_the_trash_keeps_nothing() {
     let dir = disk();
     let directory = directory_of(dir.path(), &replica());
     let store = Store::open(&directory, OpenOptions::default()).unwrap();
@@ -253,7 +253,7 @@ fn a_trash_that_cannot_be_read_is_not_taken_for_an_empty_one() {
 
 /// A sweep may delete a directory for good while another caller restores or deletes it.
 #[test]
-fn what_a_sweep_has_deleted_meanwhile_is_gone_and_no_trouble() {
+fn a_directory_that_a_sweep_deletes_meanwhile_is_not_found() {
     let dir = disk();
     moved(dir.path(), "", 7).unwrap();
     let folder = folder_of(dir.path(), &replica(), 7);
