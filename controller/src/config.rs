@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn how_full_disks_may_become_can_be_set() {
+    fn the_limits_of_the_use_of_disks_can_be_set() {
         let limits = |text: &str, flags: &[&str]| {
             let limits = load(text, flags).unwrap().settings.scheduling;
             (limits.storage_over_provisioning_percentage, limits.storage_minimal_available_percentage)
@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_are_served_where_they_are_configured() {
+    fn metrics_are_served_at_the_configured_address() {
         let metrics = |text: &str, flags: &[&str]| {
             load(&format!("store = \"/a\"\n{text}"), flags).map(|config| config.metrics_listen)
         };

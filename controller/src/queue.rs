@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn looks_again_when_asked_to_and_backs_off_after_failures() {
+    async fn requeues_on_request_and_backs_off_after_failures() {
         let queue = Queue::new();
         queue.add([key("a")]);
         let mut waits = Vec::new();

@@ -49,7 +49,7 @@ async fn lists_are_sorted_and_come_in_pages_and_as_names() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_watched_list_shows_what_changes() {
+async fn a_watched_list_shows_changed_entries() {
     let cluster = Cluster::start(&["a"]).await;
     cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "1"]).await;
     let mut child = cluster.ctl(&["volume", "list", "--watch"]).spawn().unwrap();
@@ -71,7 +71,7 @@ async fn a_watched_list_shows_what_changes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_wrong_is_on_one_screen_and_in_the_exit_code() {
+async fn problems_are_on_one_screen_and_in_the_exit_code() {
     let mut cluster = Cluster::start(&["a", "b", "c"]).await;
     cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "3"]).await;
     cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;

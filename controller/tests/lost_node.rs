@@ -43,7 +43,7 @@ async fn a_volume_whose_data_is_on_the_lost_node_only_waits_for_it() {
 
 /// Kubernetes deletes the attachment of the volume first, and then a pod on another node needs it.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pod_comes_back_on_another_node() {
+async fn a_volume_of_a_lost_node_is_published_on_another_node() {
     let mut cluster = Cluster::start(&["a", "b", "c"]).await;
     let mut csi = Caller::new(&cluster.path("csi.sock"));
     csi.create(create("pvc-1")).await.unwrap();
@@ -72,7 +72,7 @@ async fn a_pod_comes_back_on_another_node() {
 
 /// The node is given up: its replicas are recreated elsewhere, and no object of it is left.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_node_that_never_comes_back_is_deleted() {
+async fn a_node_that_never_returns_is_deleted() {
     let mut cluster = Cluster::start(&["a", "b", "c", "d"]).await;
     cluster.ok(&["node", "cordon", "d"]).await;
     cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "3"]).await;

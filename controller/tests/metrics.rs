@@ -84,7 +84,7 @@ async fn a_controller_without_its_api_server_lives_and_is_not_ready() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_address_that_somebody_has_chosen_must_be_free() {
+async fn a_configured_address_must_be_free() {
     let directory = tempfile::tempdir().unwrap();
     let taken = std::net::TcpListener::bind(own_address()).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_shorthorn-controller"));

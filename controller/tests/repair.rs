@@ -23,7 +23,7 @@ async fn attached(cluster: &Cluster, replicas: &str) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn half_of_a_volume_goes_on_with_the_grant_of_the_arbiter() {
+async fn half_of_a_volume_continues_with_the_grant_of_the_arbiter() {
     let mut cluster = Cluster::start(&["a", "b"]).await;
     let volume = attached(&cluster, "2").await;
     let lost = replica_on(&volume, "b").to_owned();
@@ -127,7 +127,7 @@ async fn a_replica_that_stays_away_is_replaced_and_deleted_last() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_operator_salvages_what_is_left() {
+async fn an_operator_salvages_a_volume_from_one_replica() {
     let cluster = Cluster::start(&["a", "b"]).await;
     let volume = attached(&cluster, "2").await;
     let (newer, older) = (replica_on(&volume, "a").to_owned(), replica_on(&volume, "b").to_owned());
@@ -197,7 +197,7 @@ async fn a_running_engine_gets_the_changes() {
 
 /// Deleted by mistake, and brought back from the trash of its disks, also if a node answers only later.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_deleted_volume_comes_back_with_its_replicas() {
+async fn a_deleted_volume_is_undeleted_with_its_replicas() {
     let mut cluster = Cluster::start(&["a", "b"]).await;
     let volume = attached(&cluster, "2").await;
     let names = ["a", "b"].map(|node| format!("v-{}", replica_on(&volume, node)));
@@ -257,7 +257,7 @@ async fn a_deleted_volume_comes_back_with_its_replicas() {
 /// The volume is gone although a node is down, whose data is deleted when it is back; undeleted before, it
 /// is the volume's again.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_deletion_goes_on_without_a_node_that_is_down() {
+async fn a_deletion_continues_without_a_node_that_is_down() {
     let mut cluster = Cluster::start(&["a", "b"]).await;
     let volume = attached(&cluster, "2").await;
     cluster.ok(&["volume", "detach", "v"]).await;

@@ -34,7 +34,7 @@ async fn under_fire(cluster: &mut Cluster, random: &mut Random, words: &[&str]) 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_controller_that_is_killed_goes_on_at_its_next_start() {
+async fn a_killed_controller_continues_its_work_at_its_next_start() {
     let mut cluster = Cluster::start(&["a", "b", "c"]).await;
     let mut attach = 0;
     for seed in 1..=6 {

@@ -29,7 +29,7 @@ fn id_on<'a>(volume: &'a Value, node: &str) -> &'a str {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tags_zones_and_cordons_say_where_replicas_go() {
+async fn tags_zones_and_cordons_restrict_the_places_of_replicas() {
     let cluster = Cluster::start(&["a", "b", "c"]).await;
     cluster.ok(&["node", "set", "a", "--zone", "x"]).await;
     cluster.ok(&["node", "set", "b", "--zone", "x", "--tags", "fast,new"]).await;
@@ -81,7 +81,7 @@ async fn until_idle(cluster: &Cluster) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn volumes_that_wait_for_a_place_cost_nothing_until_there_may_be_one() {
+async fn volumes_that_wait_for_a_place_cost_no_work_until_one_may_exist() {
     let cluster = Cluster::start(&["a", "b"]).await;
     for node in ["a", "b"] {
         cluster.ok(&["node", "cordon", node]).await;
@@ -221,7 +221,7 @@ async fn a_node_can_be_restarted_if_its_volumes_can_do_without_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_drained_disk_is_left_for_another_disk_of_the_same_node_where_there_is_no_other() {
+async fn a_drained_disk_is_replaced_by_another_disk_of_its_node() {
     let cluster = Cluster::start(&["a", "b"]).await;
     cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "2"]).await;
     cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
@@ -269,7 +269,7 @@ async fn a_drained_disk_is_left_for_another_disk_of_the_same_node_where_there_is
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn replicas_are_moved_when_somebody_asks_a_few_at_a_time() {
+async fn a_rebalance_moves_a_few_replicas_at_a_time() {
     let cluster = Cluster::start(&["a", "b", "c"]).await;
     cluster.ok(&["node", "cordon", "c"]).await;
     for volume in ["v", "w"] {

@@ -56,7 +56,7 @@ async fn a_volume_from_creation_to_deletion() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn errors_say_what_to_do() {
+async fn errors_name_the_remedy() {
     let mut cluster = Cluster::start(&["a"]).await;
     let cases: &[(&[&str], i32, &str)] = &[
         (&["volume", "create", "My", "--size", "1GiB"], 1, "lower-case"),
@@ -119,7 +119,7 @@ async fn a_replica_that_leaves_the_view_degrades_the_volume() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_device_in_use_is_not_taken_away() {
+async fn a_device_in_use_is_not_removed() {
     let cluster = Cluster::start(&["a"]).await;
     cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "1"]).await;
     cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
@@ -149,7 +149,7 @@ async fn a_node_that_restarts_gets_its_volume_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn lost_data_is_an_error_and_never_made_anew() {
+async fn lost_data_is_an_error_and_is_never_recreated() {
     let cluster = Cluster::start(&["a", "b", "c"]).await;
     cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "3"]).await;
     cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
@@ -170,7 +170,7 @@ async fn lost_data_is_an_error_and_never_made_anew() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_volume_grows_where_it_is_and_where_it_is_not() {
+async fn an_attached_volume_grows_and_so_does_a_detached_one() {
     let cluster = Cluster::start(&["a", "b"]).await;
     cluster.ok(&["volume", "create", "v", "--size", "1GiB", "--replicas", "2"]).await;
     // Not attached: it is attached with the new size.

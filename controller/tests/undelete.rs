@@ -181,7 +181,7 @@ async fn a_deletion_that_was_decided_before_an_undeletion_deletes_nothing() {
 
 /// A call of the deletion comes late, and moves a directory that was restored already.
 #[tokio::test]
-async fn what_is_deleted_during_an_undeletion_is_restored_and_nothing_older() {
+async fn a_replica_deleted_during_the_undeletion_is_restored_and_no_older_one() {
     let nodes = Nodes::start(Arc::new(MemoryStore::new())).await;
     let [a, b] = &nodes.agents;
     a.trash(trashed(1, "a", 3));
@@ -242,7 +242,7 @@ impl Store for Contended {
 }
 
 #[tokio::test]
-async fn an_undeletion_that_others_come_before_is_decided_anew_some_times() {
+async fn a_conflicting_undeletion_is_repeated_a_limited_number_of_times() {
     const ALWAYS: u32 = 1000;
     let store = Arc::new(Contended { store: MemoryStore::new(), conflicts: AtomicU32::new(ALWAYS) });
     let nodes = Nodes::start(Arc::<Contended>::clone(&store)).await;

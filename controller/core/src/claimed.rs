@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_recorded_follows_what_is_so() {
+    fn recorded_claims_follow_the_persistent_volumes() {
         let all = |pairs: &[(&str, &str, &str)]| {
             let one = |(name, volume, phase): &(&str, &str, &str)| {
                 ((*name).to_owned(), found(volume, phase, true, false))

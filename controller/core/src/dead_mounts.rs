@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_is_ended_if_its_device_is_gone_and_somebody_makes_it_again() {
+    fn a_pod_with_a_controller_is_ended_if_its_device_is_gone() {
         let (owned, bare, well) = (pod("owned", true), pod("bare", false), pod("well", true));
         let mounts = [dead("v", "owned"), dead("w", "owned"), dead("u", "bare"), dead("u", "long-gone")];
         let plan = plan(&mounts, &[owned.clone(), bare.clone(), well]);

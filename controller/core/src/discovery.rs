@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_is_where_its_driver_is_registered() {
+    fn agents_are_found_by_their_registered_drivers() {
         let mut all = kubernetes(&[("a", "a", "10.0.0.1"), ("b", "b", "fd00::2")]);
         all.machines.insert("no-driver".to_owned(), machine("10.0.0.3"));
         all.drivers.insert("gone".to_owned(), "gone".to_owned());
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_follows_what_is_found_until_somebody_sets_it() {
+    fn an_address_follows_discovery_until_it_is_set_by_hand() {
         let name = NodeName::new("a").unwrap();
         let found = |address: &str| Discovered { address: address.to_owned(), ..Discovered::default() };
         let (one, two) = (found("http://10.0.0.1:9501"), found("http://10.0.0.2:9501"));
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_has_no_address_yet_gets_what_is_found() {
+    fn a_node_without_an_address_gets_the_discovered_one() {
         let name = NodeName::new("a").unwrap();
         let found = Discovered { address: "http://10.0.0.1:9501".to_owned(), ..Discovered::default() };
         let mut cluster = ClusterState::default();

@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn what_repeats_is_one_event_that_is_recorded_ever_more_rarely() {
+    fn repetitions_are_one_event_that_is_recorded_less_and_less_often() {
         let mut correlator = EventCorrelator::default();
         let Correlation::New(name) = correlator.take(&event("v", "a"), at(0)) else { panic!("not recorded") };
         assert!(name.starts_with("v."), "{name}");
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn it_stays_small() {
+    fn the_correlator_stays_small() {
         let mut correlator = EventCorrelator::default();
         for number in 0..3 * KNOWN_MAX {
             correlator.take(&event(&format!("v{number}"), "a"), at(0));

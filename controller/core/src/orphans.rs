@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_no_replica_is_in_its_place_is_an_orphan() {
+    fn only_directories_without_a_replica_at_their_place_are_orphans() {
         let known = directory("a", "/d", "v-00000001");
         let spec = ReplicaSpec {
             volume_name: known.volume.clone(),

@@ -228,7 +228,7 @@ fn hold(cluster: &ClusterState, volume: &Volume, members: &[Member<'_>], node: &
         let replica = member.replica.filter(|_| member.answers);
         replica.is_some_and(|replica| {
             let other = &replica.spec.node_id;
-            other != node && !goes_before(cluster, other, node)
+            other != node && !is_cordoned_before(cluster, other, node)
         })
     };
     let others = members.iter().filter(elsewhere).count();
@@ -273,7 +273,7 @@ fn waits(cluster: &ClusterState, volume: &Volume, members: &[Member<'_>], node: 
             Some(_) if is_unknown(cluster, place) => {
                 waits.push(format!("node {place}, whose object cannot be used: shorthornctl doctor"));
             }
-            Some(_) if goes_before(cluster, place, node) => {
+            Some(_) if is_cordoned_before(cluster, place, node) => {
                 waits.push(format!("node {place}, which was cordoned in Kubernetes before"));
             }
             Some(_) => {}
@@ -283,7 +283,7 @@ fn waits(cluster: &ClusterState, volume: &Volume, members: &[Member<'_>], node: 
 }
 
 /// Returns true if `other` is about to go, and does so before `node`.
-fn goes_before(cluster: &ClusterState, other: &NodeName, node: &NodeName) -> bool {
+fn is_cordoned_before(cluster: &ClusterState, other: &NodeName, node: &NodeName) -> bool {
     match (cordoned_since(cluster, other), cordoned_since(cluster, node)) {
         (Some(other_since), Some(since)) => (other_since, other) < (since, node),
         (other_since, _) => other_since.is_some(),

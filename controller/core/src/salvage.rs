@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn members_of_the_newest_view_lose_nothing_and_others_say_what() {
+    fn members_of_the_newest_view_lose_nothing_and_others_name_their_losses() {
         let (old, new) = (view(1, 1, &[1, 2, 3]), view(1, 2, &[1, 2]));
         let found = judged(&[knows(new, &[]), None, knows(old, &[])], None);
         assert_eq!(found[0], (true, String::new()));

@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pod_is_ready_if_it_says_so() {
+    fn a_pod_is_ready_by_its_condition() {
         let pod =
             |status: &str| json!({ "status": { "conditions": [{ "type": "Ready", "status": status }] } });
         assert!(is_ready(&pod("True")) && !is_ready(&pod("False")) && !is_ready(&json!({})));

@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_finding_is_shown_with_what_mends_it() {
+    fn a_finding_is_shown_with_its_remedy() {
         let failed = Some((Failed, "no lease".to_owned(), "start it".to_owned()));
         let checks = [CheckOutput::new("lease", "a controller leads", failed), version_check(VERSION)];
         assert_eq!((failures(&checks), checks[1].outcome.as_str()), (1, "passed"));

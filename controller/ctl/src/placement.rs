@@ -202,7 +202,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_becomes_of_the_replicas_is_said() {
+    fn the_effect_on_the_replicas_is_reported() {
         let replica = |deleting| v1::Replica { deleting, ..v1::Replica::default() };
         let mut volume = v1::Volume {
             name: "v".to_owned(),
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_is_shown_with_what_it_cannot_do() {
+    fn a_node_is_shown_with_its_unusable_frontends_and_warnings() {
         let detail = v1::NodeDetail {
             node: Some(v1::NodeObject {
                 name: "n".to_owned(),

@@ -317,7 +317,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn people_and_programs_see_each_engine() {
+    fn each_engine_is_shown_as_text_and_json() {
         let one = Replaced { pause_ms: Some(40), ..Replaced::new("v".to_owned(), "n1".to_owned()) };
         assert_eq!(line(&one), "volume v on node n1: the engine is replaced; requests waited for 40 ms");
         assert_eq!(shown(Format::Table, std::slice::from_ref(&one)).unwrap(), "engines that are replaced: 1");

@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_call_says_which_cluster_it_is_for_and_which_leader_makes_it() {
+    fn a_call_names_its_cluster_and_leader() {
         let request = OfCluster::new("one", None).call(Request::new(())).unwrap();
         assert_eq!(request.metadata().get(CLUSTER_HEADER).unwrap(), "one");
         assert!(request.metadata().get(LEADER_HEADER).is_none());

@@ -458,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_newer_engine_says_is_taken_as_far_as_it_is_known() {
+    fn unknown_values_of_a_newer_engine_do_not_hide_the_rest() {
         let member = |id: &str, mode| v1::EngineMember {
             replica_id: id.to_owned(),
             mode,
@@ -484,7 +484,7 @@ mod tests {
     }
 
     #[test]
-    fn the_attachment_of_an_engine_that_does_not_say_it_is_that_of_its_generation() {
+    fn an_unreported_attachment_is_that_of_the_generation() {
         let text = v1::EngineStatus { generation_text: "4.1".to_owned(), ..v1::EngineStatus::default() };
         assert_eq!(engine(text.clone()).attach, Some(4));
         assert_eq!(engine(v1::EngineStatus { attach: 5, ..text }).attach, Some(5));

@@ -142,7 +142,7 @@ mod tests {
     use crate::store::{MemoryStore, Store};
 
     #[tokio::test]
-    async fn a_new_controller_takes_no_node_for_lost_that_it_has_not_looked_for() {
+    async fn a_new_controller_does_not_count_unchecked_nodes_as_lost() {
         let spec = NodeSpec { address: "unix:///run/agent.sock".to_owned(), ..NodeSpec::default() };
         let metadata = Metadata::new("a", Timestamp::now());
         let store = MemoryStore::new();

@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_volume_is_looked_at_when_a_replica_refuses_other_engines_than_before() {
+    async fn a_volume_is_reconciled_if_a_replica_refuses_other_engines_than_before() {
         let (volume_name, replica_id) = (VolumeName::new("v").unwrap(), ReplicaId::from_random(1));
         let key = InstanceKey::replica(&volume_name, replica_id);
         let node = NodeName::new("a").unwrap();

@@ -127,7 +127,7 @@ impl Api {
                 if problems.is_empty() { String::new() } else { format!("; {}", problems.join("; ")) };
             return Err(Status::new(error.code(), format!("{}{troubles}", error.message())));
         }
-        problems.extend(self.restore_what_was_deleted_meanwhile(name, &trash).await);
+        problems.extend(self.restore_later_deletions(name, &trash).await);
         for trashed in &restored {
             // A remaining one is listed as restored, and is removed with the directory.
             if let Err(error) = self.fleet.remove_trash(trashed).await {
@@ -178,7 +178,7 @@ impl Api {
 
     /// Restores directories again that a deletion may have moved since `before` was listed, if it was decided
     /// before the volume was stored. Returns the problems.
-    async fn restore_what_was_deleted_meanwhile(&self, name: &str, before: &[Trashed]) -> Vec<String> {
+    async fn restore_later_deletions(&self, name: &str, before: &[Trashed]) -> Vec<String> {
         let FoundTrash { found, .. } = self.fleet.trash(self.fleet.known()).await;
         let is_stored = |trashed: &Trashed| {
             let cluster = self.store.state();

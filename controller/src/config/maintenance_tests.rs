@@ -4,7 +4,7 @@ use super::StoreConfig;
 use super::tests::load;
 
 #[test]
-fn there_are_guard_pods_if_there_is_an_image_and_the_policy_wants_them() {
+fn guard_pods_need_an_image_and_a_policy_that_uses_them() {
     let guards = |text: &str, flags: &[&str]| {
         let config = load(&format!("[kubernetes]\n{text}"), flags).unwrap();
         match config.store {

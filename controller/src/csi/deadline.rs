@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_longer_than_the_limit() {
+    fn no_call_waits_longer_than_the_limit() {
         for timeout in [
             None,
             Some("99999999H"),

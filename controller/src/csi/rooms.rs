@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_are_looked_at_once_a_second_for_each_set_of_parameters() {
+    fn nodes_are_searched_once_a_second_for_each_set_of_parameters() {
         let (rooms, start) = (Rooms::default(), Instant::now());
         let mut looks = 0;
         let mut get = |replicas, after_ms| {

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn those_of_other_drivers_count_for_nothing_and_those_that_are_free_keep_nothing() {
+    fn only_bound_volumes_of_this_driver_keep_a_volume() {
         let bound = read(DRIVER_NAME, "Bound").unwrap();
         assert!(bound.keeps() && bound.handle == "v" && bound.claim.as_deref() == Some("shop/orders"));
         assert!(!read(DRIVER_NAME, "Released").unwrap().keeps());
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_volume_is_recorded_and_one_that_is_gone_is_no_error() {
+    async fn claims_are_recorded_and_a_deleted_volume_is_skipped() {
         use shorthorn_controller_core::Timestamp;
         use shorthorn_controller_core::objects::Secret;
         use shorthorn_controller_core::requests::{Change, CreateVolume};

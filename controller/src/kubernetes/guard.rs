@@ -201,7 +201,7 @@ mod tests {
     const NAMESPACE: &str = "shorthorn-system";
 
     #[test]
-    fn the_file_is_what_is_printed() {
+    fn the_file_matches_the_printed_guard() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging/chart/files/deletion-guard.yaml");
         let made = yaml(NAMESPACE).unwrap();
         if std::env::var_os("SHORTHORN_WRITE_CRDS").is_some() {
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_policy_for_volumes_reads_is_in_their_definition() {
+    fn the_definition_has_the_fields_that_the_policy_for_volumes_reads() {
         let definition = definition(Kind::Volume, Rules::Included);
         let properties = &definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"];
         for (part, field) in [("spec", "nodeID"), ("status", "currentNodeID"), ("status", "persistentVolume")]

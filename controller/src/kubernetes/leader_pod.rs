@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_leader_restores_a_label_that_somebody_has_changed() {
+    async fn a_leader_restores_a_changed_label() {
         let pods = Arc::<Pods>::default();
         *pods.labels.lock().unwrap() = ["a", "b"].map(|name| (name.to_owned(), None)).into();
         let (_leads, leading) = watch::channel(true);

@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_is_free_when_nobody_has_it_or_it_was_not_renewed() {
+    fn a_lease_is_free_without_a_holder_or_after_missed_renewals() {
         let seconds = Duration::from_secs;
         assert!(is_free(&Lease::default(), seconds(0)));
         assert!(is_free(&lease("", Some(20)), seconds(0)));
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn who_takes_it_is_its_holder() {
+    fn a_taken_lease_names_its_new_holder() {
         let now: Timestamp = "2026-01-02T03:04:05Z".parse().unwrap();
         let lease = taken(lease("a", Some(20)), "b", now);
         assert_eq!(holder(&lease), "b");

@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_forgotten_version_is_no_other_error() {
+    async fn only_a_forgotten_version_is_reported_as_expired() {
         for (code, reason, is_forgotten) in
             [(410, "Gone", true), (400, "Expired", true), (500, "Internal", false)]
         {

@@ -145,13 +145,13 @@ mod tests {
     }
 
     #[test]
-    fn agents_hear_of_the_leader_of_the_store_inside() {
+    fn the_leader_is_that_of_the_inner_store() {
         let store = Metered::new(unreachable(), Metrics::default(), Arc::default());
         assert_eq!(store.leader(), Some(FailingStore::LEADER));
     }
 
     #[tokio::test]
-    async fn writes_are_counted_and_tell_whether_the_store_answers() {
+    async fn writes_are_counted_and_decide_the_readiness() {
         let (metrics, readiness) = (Metrics::default(), Arc::<Readiness>::default());
         readiness.reached(ReadinessPhase::Leading);
         let count = |operation, result| {
@@ -182,7 +182,7 @@ mod tests {
         store.put(node()).await.unwrap_err();
         tokio::time::sleep(CHECK_EVERY * 2).await;
         assert!(readiness.check().unwrap_err().contains("still no route"));
-        away.come_back();
+        away.recover();
         tokio::time::sleep(CHECK_EVERY * 2).await;
         readiness.check().unwrap();
         following.abort();

@@ -39,7 +39,7 @@ impl FailingStore {
     }
 
     /// Has checks succeed from now on.
-    pub(crate) fn come_back(&self) {
+    pub(crate) fn recover(&self) {
         self.is_back.store(true, Ordering::SeqCst);
     }
 }

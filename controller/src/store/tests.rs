@@ -55,7 +55,7 @@ async fn a_file_keeps_objects_and_versions() {
 }
 
 #[test]
-fn what_is_no_store_is_refused_in_words() {
+fn files_that_are_not_stores_are_refused_with_a_reason() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("store");
     std::fs::write(&path, "a text of another program").unwrap();
@@ -67,7 +67,7 @@ fn what_is_no_store_is_refused_in_words() {
 }
 
 #[tokio::test]
-async fn what_a_later_controller_has_stored_stays() {
+async fn fields_of_a_later_controller_stay() {
     use ::redb::ReadableTable;
     const OBJECTS: ::redb::TableDefinition<'_, &str, &[u8]> = ::redb::TableDefinition::new("objects");
     let directory = tempfile::tempdir().unwrap();

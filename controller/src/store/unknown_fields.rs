@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_stays_and_what_is_known_is_as_it_was_decided() {
+    fn unknown_fields_stay_and_known_ones_get_their_new_values() {
         let stored =
             json!({ "a": 1, "later": [1], "in": { "b": 2, "later": true }, "gone": 3, "word": "levitating" });
         let known = json!({ "a": 1, "in": { "b": 2 }, "gone": 3, "word": "unknown" });
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn items_of_arrays_keep_what_is_not_known() {
+    fn items_of_arrays_keep_unknown_fields() {
         // This version writes conditions that it does not know last.
         let stored = json!({ "conditions": [{ "type": "New", "x": 1 }, { "type": "A", "s": true, "x": [2] }],
             "places": [{ "path": "/a", "x": { "y": 3 } }, { "path": "/b" }] });

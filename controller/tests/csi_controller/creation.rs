@@ -89,7 +89,7 @@ fn bad_parameters() -> Vec<Case> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn creating_what_cannot_be() {
+async fn invalid_volumes_are_not_created() {
     let cluster = Cluster::start(&["a", "b", "c"]).await;
     let mut csi = caller(&cluster);
     let mut table = Cases::default();

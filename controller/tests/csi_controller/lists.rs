@@ -94,7 +94,7 @@ async fn capabilities_are_validated_with_the_reason_of_a_refusal() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_room_is_what_can_be_made() {
+async fn the_capacity_is_that_of_new_volumes() {
     type Capacity = v1::GetCapacityRequest;
     let cluster = Cluster::start(&["a", "b", "c"]).await;
     let mut csi = caller(&cluster);

@@ -99,7 +99,7 @@ async fn both_sockets_say_the_same_of_the_driver() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_announced_and_what_is_not() {
+async fn capabilities_are_announced_and_other_calls_are_unimplemented() {
     use v1::controller_service_capability::Type;
     let cluster = Cluster::start(&[]).await;
     let mut client = caller(&cluster).controller;
@@ -152,7 +152,7 @@ fn parameter(key: &str, value: &str) -> HashMap<String, String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn publishing_and_deleting_what_cannot_be() {
+async fn invalid_publish_and_delete_calls_are_refused() {
     type Publish = v1::ControllerPublishVolumeRequest;
     let cluster = Cluster::start(&["a", "b", "c"]).await;
     let mut csi = caller(&cluster);
@@ -209,7 +209,7 @@ async fn publishing_and_deleting_what_cannot_be() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_call_that_takes_too_long_says_what_it_waits_for_and_can_be_repeated() {
+async fn a_call_over_its_deadline_names_the_obstacle_and_can_be_repeated() {
     let cluster = Cluster::start(&["a", "b", "c"]).await;
     let mut csi = caller(&cluster);
     csi.create(create("v")).await.unwrap();

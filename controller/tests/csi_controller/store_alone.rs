@@ -101,7 +101,7 @@ impl Alone {
 }
 
 #[tokio::test]
-async fn a_volume_has_grown_once_its_real_size_says_so() {
+async fn an_expansion_ends_when_the_current_size_has_grown() {
     let mut alone = Alone::start();
     alone.volume().await;
     let answer = alone.csi.expand(expand("v", GIB)).await.unwrap();
@@ -153,7 +153,7 @@ async fn a_volume_has_grown_once_its_real_size_says_so() {
 }
 
 #[tokio::test]
-async fn a_volume_that_cannot_grow_in_use_grows_on_its_node_later_and_can_be_taken_away() {
+async fn a_volume_that_cannot_grow_in_use_grows_later_and_can_be_unpublished() {
     let alone = Alone::start();
     alone.volume().await;
     let growing = alone.expanding(2 * GIB);
@@ -223,7 +223,7 @@ async fn one_call_at_a_time_for_each_volume() {
 }
 
 #[tokio::test]
-async fn what_is_detached_or_deleted_meanwhile_is_not_waited_for() {
+async fn calls_do_not_wait_for_deleted_volumes_or_a_stopping_controller() {
     let mut alone = Alone::start();
     let mut csi = alone.csi.clone();
     let creating = tokio::spawn(async move { csi.create(create("v")).await });

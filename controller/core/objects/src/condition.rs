@@ -243,7 +243,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_condition_that_holds_has_a_reason_and_each_says_of_which_generation_it_is() {
+    fn conditions_have_a_reason_and_an_observed_generation() {
         let mut conditions = Conditions::default();
         conditions.set(ConditionType::Healthy, Finding::Well, Timestamp::UNIX_EPOCH);
         conditions.observe(0);

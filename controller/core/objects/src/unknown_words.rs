@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn objects_of_earlier_releases_can_be_read_and_go_back_there() {
+    fn objects_of_earlier_releases_are_read_and_written_unchanged() {
         let kinds: Vec<Value> = stored().iter().map(|object| object["kind"].clone()).collect();
         assert_eq!(kinds, ["Engine", "Node", "Replica", "Volume"]);
         for mut stored in stored() {
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn since_when_a_replica_is_away_is_read_under_both_names() {
+    fn the_time_of_absence_of_a_replica_is_read_under_both_names() {
         let read = |member: Value| {
             serde_json::from_value::<super::super::MemberRecord>(member).unwrap().away_since_ms
         };
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_word_or_a_field_of_a_later_version_makes_nobody_forget_an_object() {
+    fn objects_with_words_or_fields_of_a_later_version_stay_readable() {
         let word = json!("levitating");
         let volume: Volume = changed(
             "Volume",
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_word_is_an_error() {
+    fn a_state_that_is_not_a_word_is_an_error() {
         let mut volume = stored().remove(3);
         volume["status"]["state"] = json!(7);
         assert!(Volume::deserialize(volume).unwrap_err().to_string().contains("not a word"));

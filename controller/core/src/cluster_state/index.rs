@@ -269,7 +269,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_index_is_that_of_the_objects_that_are_there(
+        fn the_index_equals_one_of_the_remaining_objects(
             steps in prop::collection::vec((any::<bool>(), 0u8..4, 0u8..4, 0u8..4, any::<bool>()), 0..60),
         ) {
             let mut cluster = ClusterState::default();

@@ -129,7 +129,7 @@ mod tests {
         }
     }
 
-    fn counted_anew(replicas: &Replicas) -> BTreeMap<NodeName, BTreeMap<String, ScheduledBytes>> {
+    fn recounted(replicas: &Replicas) -> BTreeMap<NodeName, BTreeMap<String, ScheduledBytes>> {
         let mut all: BTreeMap<NodeName, BTreeMap<String, ScheduledBytes>> = BTreeMap::new();
         for Replica { spec, .. } in replicas.values().chain(replicas.coming()) {
             let disk =
@@ -142,7 +142,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_scheduled_is_what_counting_anew_gives(
+        fn scheduled_bytes_equal_a_full_recount(
             steps in prop::collection::vec((0u8..4, 0u8..6, 0u8..3, 0u8..3, any::<u32>()), 0..60),
         ) {
             let mut replicas = Replicas::default();
@@ -154,7 +154,7 @@ mod tests {
                     _ => replicas.forget_reservation(&format!("v-{name}")),
                 }
                 prop_assert!(replicas.coming().all(|coming| !replicas.contains_key(&coming.metadata.name)));
-                prop_assert_eq!(&replicas.scheduled, &counted_anew(&replicas));
+                prop_assert_eq!(&replicas.scheduled, &recounted(&replicas));
             }
         }
     }

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_banned_is_refused() {
+    fn names_with_forbidden_characters_are_refused() {
         assert_eq!(volume_name(""), Err(CsiNameError::Missing));
         assert_eq!(volume_name(&"é".repeat(65)), Err(CsiNameError::Length(130)));
         for c in ['\0', '\u{8}', '\u{b}', '\u{c}', '\u{e}', '\u{1f}', '\u{7f}', '\u{9f}'] {

@@ -110,7 +110,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_size_is_always_what_was_asked_for(
+        fn a_size_always_fits_the_request(
             required in 0u64..1 << 45, limit in prop_oneof![Just(0), 0u64..1 << 45], has in 1u64..1 << 32,
         ) {
             for size in [size_of_new(required, limit), size_of_grown(has * BLOCK_BYTES, required, limit)] {

@@ -108,7 +108,7 @@ fn the_same_call_finds_its_volume_and_another_size_does_not() {
 }
 
 #[test]
-fn a_volume_that_somebody_else_calls_so_is_not_taken_for_it() {
+fn a_volume_with_the_name_from_another_caller_is_not_reused() {
     let mut cluster = cluster();
     let mapped = made(&mut cluster, &wanted("A b", 4096, 0));
     let as_it_is = wanted(mapped.spec.volume_name.as_str(), 4096, 0).apply(&cluster, secret(), now());
@@ -124,7 +124,7 @@ fn a_volume_that_somebody_else_calls_so_is_not_taken_for_it() {
 }
 
 #[test]
-fn only_what_has_no_place_is_undone() {
+fn only_a_volume_without_a_place_is_undone() {
     let mut cluster = cluster();
     made(&mut cluster, &wanted("v", 4096, 0));
     assert_eq!(placement(&cluster, "v"), PlacementState::Pending);
@@ -239,7 +239,7 @@ fn a_node_takes_as_many_volumes_as_its_agent_says() {
 }
 
 #[test]
-fn growing_remembers_what_there_really_is() {
+fn an_expansion_keeps_the_current_size_of_the_volume() {
     let mut cluster = cluster();
     made(&mut cluster, &wanted("v", 4096, 0));
     assert_eq!(cluster.volumes["v"].current_size_bytes(), 4096);
@@ -259,7 +259,7 @@ fn growing_remembers_what_there_really_is() {
 }
 
 #[test]
-fn what_is_waited_for_is_said() {
+fn the_awaited_state_is_named() {
     let mut cluster = cluster();
     made(&mut cluster, &wanted("v", 4096, 0));
     assert_eq!(waits_for(&cluster, "v"), "volume v is creating");

@@ -42,7 +42,7 @@ fn a_cluster_that_is_well_passes_every_check() {
 }
 
 #[test]
-fn each_check_finds_what_it_looks_for_and_says_what_mends_it() {
+fn each_check_finds_its_problem_and_names_the_remedy() {
     use CheckOutcome::{Failed, Warned};
     assert_ill(
         |example| example.info("b").version = "0.9.0".to_owned(),
@@ -99,7 +99,7 @@ fn each_check_finds_what_it_looks_for_and_says_what_mends_it() {
 }
 
 #[test]
-fn each_check_of_disks_finds_what_it_looks_for_and_says_what_mends_it() {
+fn each_check_of_disks_finds_its_problem_and_names_the_remedy() {
     use CheckOutcome::{Failed, Warned};
     let disk = |change: fn(&mut crate::observed::ObservedDisk)| {
         move |example: &mut Example| change(example.agent("c").disks.get_mut(DISK).unwrap())

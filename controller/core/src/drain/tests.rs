@@ -111,7 +111,7 @@ fn a_replica_that_is_being_replaced_says_by_whom() {
 }
 
 #[test]
-fn what_cannot_be_moved_is_held_and_says_why() {
+fn a_replica_that_cannot_be_moved_is_held_with_the_reason() {
     let full = || {
         let mut cluster = cluster();
         let volume = cluster.volumes.get_mut("v").unwrap();
@@ -131,7 +131,7 @@ fn what_cannot_be_moved_is_held_and_says_why() {
 }
 
 #[test]
-fn a_detached_volume_holds_and_says_when_nobody_else_has_its_data() {
+fn a_detached_volume_is_held_and_the_last_copy_of_its_data_named() {
     let mut cluster = cluster();
     let volume = cluster.volumes.get_mut("v").unwrap();
     volume.status.state = VolumeState::Detached;

@@ -80,7 +80,7 @@ fn decide(example: &Example, key: &Key) -> Decision {
 }
 
 #[test]
-fn an_object_that_was_left_out_is_not_taken_for_one_that_is_not_there() {
+fn a_left_out_object_does_not_count_as_missing() {
     let mut cluster = without(Kind::Volume).cluster;
     is_left_out(requests::find(&cluster, "v"), Kind::Volume);
     is_left_out(requests::detach(&cluster, "v"), Kind::Volume);
@@ -95,7 +95,7 @@ fn an_object_that_was_left_out_is_not_taken_for_one_that_is_not_there() {
 }
 
 #[test]
-fn no_volume_is_made_or_undeleted_beside_what_was_left_out_of_it() {
+fn no_volume_is_created_or_undeleted_beside_its_left_out_objects() {
     for kind in OF_VOLUME {
         let mut cluster = ClusterState::default();
         damage(&mut cluster, kind, 3);
@@ -152,7 +152,7 @@ fn calls_of_csi_wait_for_a_volume_that_was_left_out() {
 }
 
 #[test]
-fn a_directory_is_no_orphan_if_something_of_its_volume_was_left_out() {
+fn a_directory_is_not_an_orphan_if_an_object_of_its_volume_was_left_out() {
     let directory = Directory {
         node: NodeName::new("c").unwrap(),
         disk_path: DISK.to_owned(),
@@ -201,7 +201,7 @@ fn a_disk_or_node_stays_if_a_replica_may_be_on_it_that_was_left_out() {
 }
 
 #[test]
-fn a_drain_is_not_over_while_a_replica_may_be_there_that_was_left_out() {
+fn a_drain_does_not_end_while_a_left_out_replica_may_be_there() {
     let example = without(Kind::Replica);
     let left = drain::remaining(&example.cluster, &example.agents, &example.cluster.nodes["c"]);
     assert!(left.len() == 1 && left[0].held && left[0].message.contains("correct it"), "{left:?}");
@@ -286,7 +286,7 @@ fn no_engine_is_started_without_the_replicas_that_were_left_out() {
 }
 
 #[test]
-fn a_replica_that_was_left_out_may_be_a_member_unless_its_text_says_that_it_has_failed() {
+fn a_left_out_replica_may_be_a_member_unless_its_text_has_failed_at() {
     let mut cluster = Example::new().cluster;
     for (number, raw) in [(1, json!({})), (2, json!({ "status": { "failedAt": "2026-11-26T00:00:00Z" } }))] {
         cluster.remove(&key_of(Kind::Replica, number));
@@ -298,7 +298,7 @@ fn a_replica_that_was_left_out_may_be_a_member_unless_its_text_says_that_it_has_
 }
 
 #[test]
-fn nothing_of_a_volume_that_was_left_out_goes() {
+fn replicas_and_engine_of_a_left_out_volume_stay() {
     let mut example = Example::new();
     let record =
         DeletionRecord::of(&example.cluster.volumes["v"], &example.cluster.replicas["v-00000001"], true);
@@ -337,7 +337,7 @@ fn held(cluster: &ClusterState) -> Vec<&'static str> {
 }
 
 #[test]
-fn no_node_is_safe_to_restart_that_an_unknown_object_may_need() {
+fn nodes_that_an_unknown_object_may_need_are_not_safe_to_restart() {
     let mut example = Example::new();
     example.add_node("d");
     assert!(held(&example.cluster).is_empty());
@@ -363,7 +363,7 @@ fn no_node_is_safe_to_restart_that_an_unknown_object_may_need() {
 
 /// Two of three members are needed elsewhere; of the node of one of these it is not known whether it stays.
 #[test]
-fn a_node_that_was_left_out_may_go_before_all_others() {
+fn a_left_out_node_counts_as_cordoned_before_all_others() {
     let mut cluster = Example::new().cluster;
     leave_out(&mut cluster, Kind::Node, 0);
     assert_eq!(held(&cluster), ["b", "c"]);

@@ -138,7 +138,7 @@ fn a_disk_is_not_given_up_if_too_few_members_are_left_elsewhere() {
 
 /// A decision has given a replica a place on the disk, and the store is about to write it.
 #[test]
-fn a_disk_stays_on_which_a_replica_has_a_place() {
+fn a_disk_with_a_reserved_place_stays() {
     let mut cluster = cluster(false);
     let replica = self::cluster(true).replicas.values().next().unwrap().clone();
     assert!(cluster.reserve(vec![replica.clone()]));

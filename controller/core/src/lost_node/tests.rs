@@ -95,7 +95,7 @@ impl Cluster {
 }
 
 #[test]
-fn a_node_that_never_comes_back_is_given_up() {
+fn a_node_that_never_returns_is_given_up() {
     let mut cluster = Cluster::new();
     assert!(
         !given_up::is_node_given_up(&cluster.state, &node("a"))
@@ -125,7 +125,7 @@ fn a_node_that_answers_is_never_given_up() {
 }
 
 #[test]
-fn engines_are_fenced_first_whoever_asks() {
+fn a_node_with_an_attached_volume_is_not_given_up_even_by_force() {
     let mut cluster = Cluster::new();
     let mut volume = cluster.state.volumes["v"].clone();
     volume.spec.node_id = Some(node("a"));

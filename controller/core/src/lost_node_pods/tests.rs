@@ -127,7 +127,7 @@ fn each_pod_that_stays_has_its_reason() {
 }
 
 #[test]
-fn an_attachment_that_nobody_can_name_may_be_that_of_any_claim() {
+fn an_attachment_without_a_known_claim_may_be_of_any_claim() {
     let unknown = Attachment { claim: None, ..attachment("x", false) };
     let attachments = [attachment("data", true), unknown];
     let pods = [pod("p", &["data"]), pod("q", &["data", "files"])];
@@ -203,7 +203,7 @@ fn agents(link: AgentLink) -> Agents {
 }
 
 #[test]
-fn a_machine_is_lost_when_nobody_sees_it_and_a_volume_is_there() {
+fn a_machine_is_lost_if_kubelet_and_agent_are_silent_and_a_volume_is_there() {
     let down = || agents(AgentLink::Down { since: at(0), reason: "silent".to_owned() });
     let limit_s = i64::try_from(UNREACHABLE_AFTER.as_secs()).unwrap();
     let here = || cluster(None, Some(NODE));

@@ -52,7 +52,7 @@ fn problems_and_pending_events_are_shown_apart() {
 }
 
 #[test]
-fn the_health_of_a_detached_volume_is_no_news_and_lists_are_bounded() {
+fn the_health_of_a_detached_volume_is_hidden_and_lists_are_bounded() {
     let mut example = Example::new();
     let volume = example.volume();
     (volume.status.state, volume.status.robustness) = (VolumeState::Detached, Robustness::Unknown);

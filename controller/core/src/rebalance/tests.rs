@@ -147,7 +147,7 @@ fn an_empty_node_gets_its_share_and_no_more() {
 }
 
 #[test]
-fn one_more_than_even_stays_where_it_is() {
+fn a_difference_of_one_replica_moves_nothing() {
     let mut cluster = Cluster::of(2);
     cluster.add_volume("v0", &[0], |_| {});
     assert_eq!(words(&cluster.plan()), Vec::<String>::new());
@@ -156,7 +156,7 @@ fn one_more_than_even_stays_where_it_is() {
 }
 
 #[test]
-fn what_brings_replicas_apart_comes_first() {
+fn moves_that_separate_replicas_are_planned_first() {
     let mut cluster = Cluster::of(0);
     for (at, zone) in ["x", "x", "y", "y"].into_iter().enumerate() {
         cluster.add_node(at, Some(zone));
@@ -172,7 +172,7 @@ fn what_brings_replicas_apart_comes_first() {
 }
 
 #[test]
-fn best_effort_locality_brings_one_replica_to_where_the_volume_is_used() {
+fn best_effort_locality_moves_one_replica_to_the_node_of_the_volume() {
     let mut cluster = Cluster::of(3);
     let local = |volume: &mut Volume| volume.spec.data_locality = crate::objects::DataLocality::BestEffort;
     cluster.add_volume("v", &[0, 1], |volume| {
@@ -187,7 +187,7 @@ fn best_effort_locality_brings_one_replica_to_where_the_volume_is_used() {
 }
 
 #[test]
-fn what_cannot_be_moved_now_is_left_out_and_said() {
+fn volumes_that_cannot_be_moved_now_are_listed_with_the_reason() {
     let mut cluster = Cluster::of(2);
     for (volume, state, robustness) in [
         ("detached", VolumeState::Detached, Robustness::Unknown),
@@ -257,7 +257,7 @@ proptest! {
     /// Starts from any places. Moves come to an end, and no node has two replicas of a volume while another
     /// one has none. No disk has two more than another one, unless a volume rules it out.
     #[test]
-    fn moves_come_to_an_end_and_leave_it_even(
+    fn moves_end_with_an_even_distribution(
         nodes in 2..6usize,
         volumes in prop::collection::vec((any::<u8>(), any::<u8>()), 1..25),
         at_a_time in 1..4usize,

@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_that_is_not_right_is_made_anew_and_one_that_goes_is_waited_for() {
+    fn a_wrong_guard_pod_is_recreated_after_its_deletion_has_ended() {
         let guard = guard("a");
         let other_words = GuardPod { message: "b".to_owned(), ..pod(&guard) };
         let listed = planned(Some(&guard), Some(other_words), Some("u0"));
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guard_is_where_the_machine_of_the_node_is() {
+    fn a_guard_runs_on_the_machine_of_its_node() {
         let holds = |node: &str| (NodeName::new(node).unwrap(), "why".to_owned());
         let mut needed = Needed::default();
         let long = ["a", "b", "c", "d"].map(|letter| letter.repeat(60)).join(".");

@@ -122,7 +122,7 @@ const REBUILDING: MemberMode = MemberMode::Rebuilding;
 const FAILED: MemberMode = MemberMode::Failed;
 
 #[test]
-fn a_healthy_volume_needs_nobody_in_particular() {
+fn a_healthy_volume_needs_no_particular_node() {
     for members in 2..=5 {
         let cluster = cluster(members, &vec![MEMBER; members as usize]);
         for at in 0..members {
@@ -192,7 +192,7 @@ fn a_member_that_does_not_answer_is_not_counted_on() {
 }
 
 #[test]
-fn of_machines_that_are_cordoned_the_first_one_goes() {
+fn of_cordoned_machines_the_first_one_may_restart() {
     let mut both = cluster(3, &[MEMBER, MEMBER, MEMBER]);
     cordon(&mut both, "n1", 10);
     assert_eq!(message_of(&both, "n1"), "");
@@ -237,7 +237,7 @@ fn a_change_of_a_node_counts_for_the_volumes_with_a_replica_there() {
 }
 
 #[test]
-fn a_volume_that_is_not_used_needs_nobody() {
+fn an_unused_volume_needs_no_node() {
     let mut idle = cluster(1, &[MEMBER]);
     change_volume(&mut idle, |volume| {
         volume.spec.node_id = None;

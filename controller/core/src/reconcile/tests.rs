@@ -187,7 +187,7 @@ fn decide_volume(cluster: &ClusterState, agents: &Agents, settings: Settings) ->
 }
 
 #[test]
-fn a_volume_is_created_with_the_places_that_there_are() {
+fn a_volume_is_created_with_the_available_places() {
     let (mut cluster, agents) = volume_of_three();
     let written = decide_volume(&cluster, &agents, Settings::default());
     let mut nodes = Vec::new();
@@ -397,7 +397,7 @@ fn a_replica_that_may_be_in_the_view_stays_although_its_node_is_given_up() {
 }
 
 #[test]
-fn what_is_being_deleted_does_not_wait_for_a_node_that_is_given_up() {
+fn deletions_do_not_wait_for_a_node_that_is_given_up() {
     let (mut cluster, agents) = cluster_without_b();
     let mut volume = cluster.volumes["v"].clone();
     volume.metadata.deletion_timestamp = Some(now());
@@ -418,7 +418,7 @@ fn what_is_being_deleted_does_not_wait_for_a_node_that_is_given_up() {
 }
 
 #[test]
-fn a_node_that_the_controller_is_configured_with_stays_until_it_is_not() {
+fn a_configured_node_stays_until_it_leaves_the_configuration() {
     let (mut cluster, mut agents) = cluster_without_b();
     let b = NodeName::new("b").unwrap();
     cluster.remove(&Key::new(
@@ -441,7 +441,7 @@ fn a_node_that_the_controller_is_configured_with_stays_until_it_is_not() {
 /// The volume has members on a and b, which are drained, and on c. It wants two: with one that stays no
 /// member leaves, because it would be wanted again at once.
 #[test]
-fn nobody_leaves_before_enough_are_there_that_stay() {
+fn no_member_leaves_before_enough_members_can_stay() {
     let mut cluster = degraded_cluster();
     let ids = [1, 2, 3].map(ReplicaId::from_random);
     for (id, name) in ids.into_iter().zip(["a", "b", "c"]) {
@@ -480,7 +480,7 @@ fn nobody_leaves_before_enough_are_there_that_stay() {
 
 /// No admission policy has refused `kubectl delete shv`.
 #[test]
-fn a_volume_that_kubernetes_needs_goes_on_though_its_deletion_was_asked_for() {
+fn a_volume_with_a_persistent_volume_is_served_despite_its_deletion() {
     let (mut cluster, agents) = (cluster(), agents(None));
     let mut volume = cluster.volumes["v"].clone();
     volume.status.state = VolumeState::Detached;

@@ -50,7 +50,7 @@ fn a_new_volume_gets_the_defaults_and_the_same_call_finds_it() {
 }
 
 #[test]
-fn what_can_never_work_is_refused() {
+fn invalid_requests_for_volumes_are_refused() {
     let refused =
         |wanted: CreateVolume| wanted.apply(&ClusterState::default(), secret(1), now()).unwrap_err();
     assert!(matches!(refused(wanted("V")), RequestError::VolumeName(_)));
@@ -63,7 +63,7 @@ fn what_can_never_work_is_refused() {
 }
 
 #[test]
-fn attaching_says_what_is_in_the_way() {
+fn a_refused_attach_names_the_obstacle() {
     let volume = stored(wanted("v").apply(&ClusterState::default(), secret(1), now()).unwrap());
     let cluster = cluster_with("n", volume);
     let attached = stored(attach(&cluster, "v", "n").unwrap());
@@ -213,7 +213,7 @@ fn disks_are_set_in_part() {
 }
 
 #[test]
-fn a_volume_says_where_its_replicas_may_be() {
+fn a_volume_restricts_the_places_of_its_replicas() {
     let choosy = CreateVolume {
         replica_zone_hard_anti_affinity: true,
         node_selector: vec!["fast".to_owned()],

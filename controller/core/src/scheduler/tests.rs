@@ -87,7 +87,7 @@ fn soft_anti_affinity_spreads_over_nodes_then_disks() {
 }
 
 #[test]
-fn what_is_there_counts() {
+fn existing_replicas_count_in_a_placement() {
     let mut nodes = [used(plain("a"), 1), node("b", vec![disk("/1", 100, 50)])];
     assert_eq!(places_of(&schedule(&request(5), &mut nodes, 1, 2)), ["b/1"]);
 }
@@ -219,7 +219,7 @@ fn cases_of_disk_filters() -> Vec<FilterCase> {
 }
 
 #[test]
-fn every_filter_removes_and_says_why() {
+fn every_filter_removes_a_place_with_a_reason() {
     let cases = [cases_of_node_filters(), cases_of_anti_affinity(), cases_of_disk_filters()];
     for (filter, request, node, reason, summary) in cases.into_iter().flatten() {
         let present = node.same_volume();
@@ -233,7 +233,7 @@ fn every_filter_removes_and_says_why() {
 
 /// Each case is just on the good side of its filter.
 #[test]
-fn what_no_filter_removes_takes_a_replica() {
+fn a_place_that_passes_all_filters_takes_a_replica() {
     let mut exact = disk("/1", 100, 0);
     exact.scheduled_bytes = exact.room_bytes(Limits::default()) - 5 * GIB;
     exact.available_bytes = 10 * GIB;
@@ -254,7 +254,7 @@ fn what_no_filter_removes_takes_a_replica() {
 }
 
 #[test]
-fn more_may_be_scheduled_than_is_there_only_by_the_percentage() {
+fn scheduled_bytes_exceed_the_disk_only_by_the_percentage() {
     let percent = |percent| {
         let limits = Limits { storage_over_provisioning_percentage: percent, ..Limits::default() };
         disk("/1", 100, 40).room_bytes(limits) / GIB
@@ -304,7 +304,7 @@ fn check_best(
 }
 
 #[test]
-fn every_score_of_nodes_decides_where_those_before_it_are_equal() {
+fn every_score_of_nodes_decides_if_those_before_it_are_equal() {
     let local = PlacementRequest { local: Some(NodeName::new("b").unwrap()), ..soft(5) };
     let cases = [
         (
@@ -348,7 +348,7 @@ fn every_score_of_nodes_decides_where_those_before_it_are_equal() {
 }
 
 #[test]
-fn every_score_of_disks_decides_where_those_before_it_are_equal() {
+fn every_score_of_disks_decides_if_those_before_it_are_equal() {
     let cases = [
         (
             "an unused disk",
@@ -378,7 +378,7 @@ fn every_score_of_disks_decides_where_those_before_it_are_equal() {
 }
 
 #[test]
-fn the_room_is_what_fits_on_so_many_nodes() {
+fn the_room_is_for_volumes_with_as_many_replicas_as_wanted() {
     let nodes = [plain("a"), plain("b"), node("c", vec![disk("/1", 100, 60)])];
     let rooms = |wanted| {
         let Room { available_bytes, largest_bytes } = room(&request(0), &nodes, wanted);

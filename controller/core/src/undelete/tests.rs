@@ -81,7 +81,7 @@ fn add(mut cluster: ClusterState, undeletion: &Undeletion) -> ClusterState {
 }
 
 #[test]
-fn a_volume_comes_back_detached_with_what_was_deleted_with_it() {
+fn an_undeleted_volume_is_detached_and_has_its_replicas() {
     let volume = deleted(1);
     let trash =
         [trashed(&volume, 1, 10, false), trashed(&volume, 2, 11, false), trashed(&volume, 3, 12, true)];
@@ -110,7 +110,7 @@ fn a_grant_that_nothing_has_reported_is_still_unreported_after_an_undeletion() {
 }
 
 #[test]
-fn a_replica_that_its_volume_went_on_without_stays_where_it_is() {
+fn a_replica_that_left_its_volume_earlier_stays_in_the_trash() {
     let (living, gone) = (volume(1), deleted(1));
     let trash = [trashed(&living, 3, 5, false), trashed(&gone, 1, 10, false)];
     assert_eq!(back(&ClusterState::default(), &trash).unwrap().1, trash[1..]);
@@ -128,7 +128,7 @@ fn life(created: i64, version: u64, first: u64) -> Volume {
 }
 
 #[test]
-fn of_two_volumes_of_the_name_the_one_that_the_store_had_last_comes_back() {
+fn of_two_volumes_of_a_name_the_last_stored_one_is_undeleted() {
     // The clock of the controller that made the first one was ahead, and so are those of two nodes.
     let (first, second) = (life(50, 7, 1), life(1, 9, 4));
     let trash =
@@ -144,7 +144,7 @@ fn of_two_volumes_of_the_name_the_one_that_the_store_had_last_comes_back() {
 
 /// The same volume, undeleted by a controller whose clock is behind, and deleted once more.
 #[test]
-fn a_volume_that_was_undeleted_before_comes_back_with_all_of_its_replicas() {
+fn a_volume_is_undeleted_repeatedly_with_all_of_its_replicas() {
     let before = life(50, 7, 1);
     let mut again = life(20, 9, 1);
     again.status.attach += 1;
@@ -158,7 +158,7 @@ fn a_volume_that_was_undeleted_before_comes_back_with_all_of_its_replicas() {
 
 /// A deletion has left replicas behind, and a new volume of the name is made: it has nothing of the old one.
 #[test]
-fn a_new_volume_is_not_taken_for_one_that_is_half_undeleted_by_what_was_left_behind() {
+fn a_new_volume_beside_replicas_left_behind_is_not_half_undeleted() {
     let gone = life(1, 7, 1);
     let behind = trashed(&gone, 2, 10, false);
     let mut left = replica(&behind, behind.record.as_ref().unwrap(), at(50));
@@ -181,7 +181,7 @@ fn holds(attach: u64, number: u32) -> Holds {
 
 /// Clocks of nodes differ; the content of the directories and the records does not depend on them.
 #[test]
-fn the_newest_by_what_they_hold_comes_back() {
+fn the_directories_with_the_newest_content_are_restored() {
     let gone = deleted(1);
     let mut earlier = gone.clone();
     earlier.status.attach = 3;
@@ -245,7 +245,7 @@ fn without_status(object: Object) -> Object {
 /// The node of one replica is silent when its undeletion is repeated, after only the spec of that replica
 /// was stored.
 #[test]
-fn a_replica_that_was_stored_in_part_is_never_made_anew() {
+fn a_partly_stored_replica_is_never_recreated() {
     let gone = deleted(1);
     let trash = [trashed(&gone, 1, 10, false), trashed(&gone, 2, 11, false)];
     let (whole, _) = back(&ClusterState::default(), &trash).unwrap();
@@ -259,7 +259,7 @@ fn a_replica_that_was_stored_in_part_is_never_made_anew() {
 
 /// An undeletion was interrupted, and a new volume of the name is made.
 #[test]
-fn a_new_volume_does_not_begin_with_what_is_half_undeleted() {
+fn a_new_volume_does_not_get_half_undeleted_replicas() {
     let (whole, _) = back(&ClusterState::default(), &[trashed(&deleted(1), 1, 10, false)]).unwrap();
     let mut cluster = ClusterState::default();
     cluster.insert(without_status(whole.replicas[0].clone().into()));
@@ -291,7 +291,7 @@ fn a_new_volume_does_not_begin_with_what_is_half_undeleted() {
 }
 
 #[test]
-fn what_was_not_reached_goes_on_and_another_volume_of_the_name_is_left_alone() {
+fn an_undeletion_adds_replicas_later_but_not_to_another_volume() {
     let gone = deleted(1);
     let trash = [trashed(&gone, 1, 10, false), trashed(&gone, 2, 11, false)];
     // The call to one node has failed, and nothing is stored of that replica.
@@ -321,7 +321,7 @@ fn what_was_not_reached_goes_on_and_another_volume_of_the_name_is_left_alone() {
 
 /// A node did not answer when its volume was deleted: its replica is left, without a volume.
 #[test]
-fn what_a_deletion_has_left_behind_belongs_to_the_volume_again() {
+fn replicas_left_behind_belong_to_the_undeleted_volume_again() {
     let gone = deleted(1);
     let trash = [trashed(&gone, 1, 10, false)];
     let behind = trashed(&gone, 2, 0, false);
@@ -361,7 +361,7 @@ fn what_a_deletion_has_left_behind_belongs_to_the_volume_again() {
 
 /// The trash is empty: the records with the replicas are the only ones.
 #[test]
-fn an_undeletion_of_replicas_that_were_all_left_behind_is_finished_wherever_it_is_cut_off() {
+fn an_interrupted_undeletion_of_replicas_left_behind_is_finished() {
     let gone = deleted(1);
     let mut before = ClusterState::default();
     for id in [1, 2] {

@@ -405,7 +405,7 @@ fn a_replica_that_is_to_leave_a_drained_node_is_reported() {
 }
 
 #[test]
-fn an_expansion_says_how_far_it_is_and_what_it_waits_for() {
+fn an_expansion_reports_its_progress_and_obstacle() {
     let mut case = Case::healthy();
     let explain = |case: &Case| {
         explain(&case.cluster, &case.agents, &case.cluster.volumes["v"], Settings::default(), at(3))

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_there_is_not_overwritten_and_only_its_owner_reads_a_new_one() {
+    fn an_existing_file_is_not_overwritten_and_a_new_one_is_private() {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("b.tar.gz");

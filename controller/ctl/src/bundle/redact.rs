@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn what_helps_stays() {
+    fn texts_without_secrets_stay() {
         for text in [
             "volume pvc-0b1c2d3e-4f50-6172-8394-a5b6c7d8e9f0 is degraded: 2 of 3 replicas have all data\n",
             "2026-01-02T03:04:05Z INFO ready store=/var/lib/shorthorn/store.redb \

@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn each_format_has_what_its_reader_wants() {
+    fn each_format_has_its_own_columns() {
         let list = list();
         let table = list.text(Format::Table).unwrap();
         assert!(table.contains("NAME") && table.contains('2') && !table.contains("REASON"), "{table}");
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_list_says_so_to_people_only() {
+    fn an_empty_list_is_stated_only_in_tables() {
         let list = List { entries: Vec::new(), ..list() };
         assert_eq!(list.text(Format::Wide).unwrap(), "nothing");
         assert_eq!(list.text(Format::Json).unwrap(), "[]");

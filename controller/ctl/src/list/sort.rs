@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_sort_as_numbers_and_what_lacks_the_field_comes_last() {
+    fn numbers_sort_as_numbers_and_entries_without_the_field_last() {
         assert_eq!(sorted("size").unwrap(), ["b", "a", "c"]);
         assert_eq!(sorted("{.size}").unwrap(), ["b", "a", "c"]);
         assert_eq!(sorted("node").unwrap(), ["c", "b", "a"]);
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_that_is_not_there_is_refused_with_those_that_are() {
+    fn a_missing_field_is_refused_with_the_existing_ones() {
         let refused = sorted("weight").unwrap_err().to_string();
         assert!(refused.contains("weight") && refused.contains("engine, name, node, size"), "{refused}");
         assert!(sorted(".").is_err());

@@ -178,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_said_counts_before_what_is_found() {
+    fn flags_win_over_the_discovered_server() {
         let said = ReachArgs { server: Some("http://h:1".parse().unwrap()), ..ReachArgs::default() };
         let all = Surroundings { is_plugin: true, has_socket: true, has_cluster: true, is_pod: true };
         assert_eq!(way(&said, all), Way::Address("http://h:1".to_owned()));
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_with_a_socket_uses_that_and_a_laptop_or_a_pod_that_stands_by_the_cluster() {
+    fn a_local_socket_is_used_first_and_otherwise_the_cluster() {
         let args = ReachArgs::default();
         let socket = Way::Address(DEFAULT_SERVER.to_owned());
         let found = |is_plugin, has_socket, has_cluster| Surroundings {

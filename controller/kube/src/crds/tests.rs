@@ -14,7 +14,7 @@ fn schema(kind: Kind) -> Value {
 }
 
 #[test]
-fn the_files_are_what_the_types_say() {
+fn the_files_match_the_types() {
     for kind in ORDER {
         let (path, made) = (file(kind), yaml(kind, Rules::Included).unwrap());
         if std::env::var_os("SHORTHORN_WRITE_CRDS").is_some() {
@@ -61,7 +61,7 @@ fn definitions_are_structural() {
 }
 
 #[test]
-fn kubectl_shows_what_people_ask_of_a_volume() {
+fn kubectl_shows_the_main_columns_of_a_volume() {
     let columns = |wide: bool| {
         let definition = definition(Kind::Volume, Rules::Included);
         let columns = definition["spec"]["versions"][0]["additionalPrinterColumns"].as_array().unwrap();
@@ -95,7 +95,7 @@ fn refusals(new: &Value, old: Option<&Value>) -> Vec<String> {
 }
 
 #[test]
-fn the_rules_refuse_what_the_api_refuses() {
+fn the_rules_refuse_the_volumes_that_the_api_refuses() {
     let good = volume("pvc-1", |_| {});
     assert_eq!(refusals(&good, None), Vec::<String>::new());
     assert_eq!(refusals(&volume("a", |spec| spec["volumeName"] = "a".into()), None), Vec::<String>::new());
@@ -142,7 +142,7 @@ fn the_rules_refuse_changes_that_nothing_follows() {
 }
 
 #[test]
-fn a_definition_that_would_drop_something_is_found_out() {
+fn a_definition_that_would_drop_a_field_is_found() {
     for kind in ORDER {
         assert!(lacking(kind, &definition(kind, Rules::Included)).is_empty());
         // Of a release without hashes, and of a later one.

@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn whose_a_pod_is_and_how_far_its_end_is() {
+    fn owner_and_progress_of_the_deletion_of_a_pod_are_read() {
         let of = |metadata: Value| read(json!({ "containers": [] }), metadata);
         let owned_by = |kind: &str, controls: bool| {
             let owner =

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn each_change_is_heard_of_once_and_nothing_older() {
+    fn each_change_is_announced_once_and_older_versions_are_ignored() {
         let known = Known::new();
         let mut changes = known.changes();
         let key = node(1).key();
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_removed_object_does_not_come_back_with_a_list_that_was_under_way() {
+    fn a_list_under_way_does_not_restore_a_removed_object() {
         let known = Known::new();
         let key = node(1).key();
         known.take(node(5));

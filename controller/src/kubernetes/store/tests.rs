@@ -100,7 +100,7 @@ fn node(name: &str) -> Object {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_controller_whose_reads_work_and_writes_do_not_is_not_ready() {
+async fn a_controller_whose_writes_fail_is_not_ready() {
     let (api, readiness) = (Arc::<FakeApi>::default(), Arc::<Readiness>::default());
     readiness.reached(ReadinessPhase::Leading);
     let store = Arc::new(Metered::new(Arc::new(store(&api)), Metrics::default(), Arc::clone(&readiness)));

@@ -55,7 +55,7 @@ fn cluster() -> ClusterState {
 }
 
 #[test]
-fn a_node_that_comes_leaves_and_comes_back_is_reported_once() {
+fn each_change_of_reachability_is_reported_once() {
     let mut cluster = cluster();
     let (here, gone) = (agents(true, GIB), agents(false, GIB));
     assert_eq!(run(&mut cluster, &here), (vec![(false, "NodeReady")], true));

@@ -23,7 +23,7 @@ fn engine_shows(agents: &mut Agents, change: impl Fn(&mut observed::EngineStatus
 
 /// The device of a deleted volume is in use: its user must not lose more than otherwise.
 #[test]
-fn a_volume_that_is_deleted_in_use_is_looked_after_until_it_can_be_stopped() {
+fn a_volume_that_is_deleted_in_use_is_repaired_until_it_can_be_stopped() {
     let (mut cluster, mut agents) = (leaving_cluster(), both());
     delete(&mut cluster);
     rounds(&mut cluster, &mut agents);
@@ -66,7 +66,7 @@ fn a_volume_that_is_deleted_in_use_is_looked_after_until_it_can_be_stopped() {
 }
 
 #[test]
-fn a_volume_that_is_deleted_in_use_goes_on_with_the_grant_of_the_arbiter() {
+fn a_volume_that_is_deleted_in_use_continues_with_the_grant_of_the_arbiter() {
     let (mut cluster, mut agents) = (leaving_cluster(), both());
     delete(&mut cluster);
     rounds(&mut cluster, &mut agents);
@@ -90,7 +90,7 @@ fn a_volume_that_is_deleted_in_use_goes_on_with_the_grant_of_the_arbiter() {
 
 /// An engine that stops is not looked after any more, and nothing takes a place for it.
 #[test]
-fn a_volume_whose_engine_is_over_only_goes() {
+fn a_deleted_volume_without_an_engine_is_not_repaired() {
     let (mut cluster, mut agents) = (leaving_cluster(), both());
     delete(&mut cluster);
     rounds(&mut cluster, &mut agents);
@@ -318,7 +318,7 @@ fn a_replica_of_a_living_volume_is_not_left_behind() {
 }
 
 #[test]
-fn what_is_left_behind_goes_with_a_node_that_is_given_up() {
+fn replicas_left_behind_are_removed_with_a_node_that_is_given_up() {
     let (mut cluster, agents) = without_b();
     all_rounds(&mut cluster, &agents);
     let mut b = cluster.nodes["b"].clone();

@@ -114,7 +114,7 @@ fn a_volume_in_use_stays_attached_if_it_is_wanted_there_again() {
 }
 
 #[test]
-fn a_volume_that_is_wanted_elsewhere_goes_on_leaving() {
+fn a_volume_that_is_wanted_elsewhere_continues_its_detach() {
     let (mut cluster, mut agents) = (leaving_cluster(), both());
     rounds(&mut cluster, &mut agents);
     want(&mut cluster, Some("c"));
@@ -125,7 +125,7 @@ fn a_volume_that_is_wanted_elsewhere_goes_on_leaving() {
 
 /// The engine has ended, has never been seen, is to make room for a salvage, or its node does not answer.
 #[test]
-fn an_engine_that_cannot_go_on_is_stopped_before_the_volume_is_attached_again() {
+fn an_engine_that_cannot_continue_is_stopped_before_the_next_attachment() {
     type Change = fn(&mut ClusterState, &mut Agents);
     let a = || NodeName::new("a").unwrap();
     let cases: [(&str, Change); 4] = [
@@ -170,7 +170,7 @@ fn an_engine_that_cannot_go_on_is_stopped_before_the_volume_is_attached_again() 
 /// The replicas may refuse the engine by now: the next one takes the device over, under the number that was
 /// drawn.
 #[test]
-fn a_volume_whose_engine_was_about_to_be_fenced_goes_on_with_the_next_one() {
+fn a_volume_whose_engine_may_be_fenced_continues_with_the_next_engine() {
     let (mut cluster, mut agents) = (leaving_cluster(), both());
     rounds(&mut cluster, &mut agents);
     let mut drawn = volume(&cluster).clone();
@@ -269,7 +269,7 @@ fn a_volume_is_detached_as_soon_as_its_engine_is_stopped_or_fenced() {
 }
 
 #[test]
-fn replicas_are_not_stopped_where_the_next_engine_needs_them() {
+fn replicas_are_not_stopped_if_the_next_engine_needs_them() {
     let mut cluster = leaving_cluster();
     want(&mut cluster, Some("c"));
     let mut engine = cluster.engines["v"].clone();

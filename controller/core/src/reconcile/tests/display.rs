@@ -16,7 +16,7 @@ fn shown(cluster: &ClusterState, agents: &Agents) -> Volume {
 }
 
 #[test]
-fn a_volume_shows_its_members_its_sizes_and_what_is_wrong() {
+fn a_volume_shows_its_members_its_sizes_and_its_problem() {
     let (mut cluster, mut agents) = (degraded_cluster(), agents(None));
     let mut volume = cluster.volumes["v"].clone();
     volume.metadata.generation = 4;

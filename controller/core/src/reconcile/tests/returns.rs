@@ -120,7 +120,7 @@ fn the_process_of_a_replica_that_was_left_behind_is_stopped_before_an_engine_get
 
 /// The volume has taken long to stop, and the last call about a replica, some time before, has failed.
 #[test]
-fn what_failed_before_a_deletion_leaves_no_replica_behind() {
+fn a_failure_before_the_deletion_leaves_no_replica_behind() {
     let (mut cluster, mut agents) = without_b();
     answers(&mut agents, "b");
     let key = InstanceKey::replica(&VolumeName::new("v").unwrap(), ReplicaId::from_random(2));
@@ -137,7 +137,7 @@ fn what_failed_before_a_deletion_leaves_no_replica_behind() {
 
 /// The data waits for an engine on its node that cannot be stopped, and the message says so.
 #[test]
-fn what_is_left_behind_says_which_engine_it_waits_for() {
+fn a_replica_left_behind_names_the_engine_that_it_waits_for() {
     let (mut cluster, mut agents) = without_b();
     all_rounds(&mut cluster, &agents);
     answers(&mut agents, "b");

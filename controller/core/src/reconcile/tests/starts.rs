@@ -131,7 +131,7 @@ fn a_replica_that_was_wanted_is_deleted_with_its_directory() {
 }
 
 #[test]
-fn people_hear_of_what_is_stored() {
+fn events_are_emitted_after_their_change_is_stored() {
     let mut cluster = starting(VolumeState::Detached);
     let mut volume = cluster.volumes.remove("v").unwrap();
     volume.spec.node_id = Some(NodeName::new("a").unwrap());
@@ -229,7 +229,7 @@ fn health_of_frozen(
 }
 
 #[test]
-fn an_engine_that_goes_on_with_its_grant_is_not_called_faulted_while_it_says_that_it_is_frozen() {
+fn a_granted_engine_that_still_reports_frozen_is_not_faulted_at_once() {
     let (robustness, again) = health_of_frozen(Some(Finding::Well), now());
     assert_ne!(robustness, Robustness::Faulted);
     assert!(again.is_some_and(|again| again <= START_CHECK), "{again:?}");
@@ -315,14 +315,14 @@ fn deleted(mut cluster: ClusterState) -> ClusterState {
 
 /// The object is deleted as kubectl delete does.
 #[test]
-fn a_replica_that_somebody_has_deleted_stays_in_use_until_it_is_replaced() {
+fn a_deleted_replica_object_stays_in_use_until_it_is_replaced() {
     let cluster = deleted(starting(VolumeState::Attaching));
     let actions = decide(&cluster, Kind::Replica, &name(), now()).actions;
     let [Action::Call(_, AgentCall::StartReplica(_))] = actions.as_slice() else { panic!("{actions:#?}") };
 }
 
 #[test]
-fn the_data_of_a_volume_stays_until_its_engine_has_ended_whoever_has_deleted_what() {
+fn the_data_of_a_deleted_volume_stays_until_its_engine_has_ended() {
     let mut cluster = deleted(starting(VolumeState::Attached));
     let mut volume = cluster.volumes.remove("v").unwrap();
     volume.metadata.deletion_timestamp = Some(now());

@@ -76,7 +76,7 @@ impl Run<'_> {
     /// current attachment continues unchanged. A stop under way may still end it: then it is lost, like any
     /// engine that ends by itself. If a newer number was drawn meanwhile, the next engine takes the device
     /// over. Returns false if the detach has to be completed first.
-    pub(super) fn goes_on(&mut self) -> bool {
+    pub(super) fn keep_attached(&mut self) -> bool {
         let status = &self.stored.status;
         let Some(engine) = self.engine.filter(|engine| engine.spec.node_id == status.current_node_id) else {
             return false;
@@ -157,7 +157,7 @@ impl Run<'_> {
             || is_abandoned(self.stored, engine)
         {
             return true;
-        } else if self.goes_with_its_node(engine) {
+        } else if self.is_on_lost_node(engine) {
             self.abandon(engine);
             return false;
         }
@@ -177,7 +177,7 @@ impl Run<'_> {
 
     /// Returns true if the engine of a volume that is to be deleted is on a node that never comes back. No
     /// other engine follows it.
-    fn goes_with_its_node(&self, engine: &Engine) -> bool {
+    fn is_on_lost_node(&self, engine: &Engine) -> bool {
         self.stored.is_deleting()
             && engine.spec.node_id.as_ref().is_some_and(|node| is_given_up(self.context, node))
     }
@@ -215,7 +215,7 @@ impl Run<'_> {
         // stopped.
         if let Some(engine) =
             self.engine.filter(|engine| engine.status.current_state != CurrentState::Stopped)
-            && !self.goes_with_its_node(engine)
+            && !self.is_on_lost_node(engine)
         {
             if !engine.metadata.is_deleting() {
                 self.set_settled(Finding::wrong(

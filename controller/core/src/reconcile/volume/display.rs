@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_is_stored_when_it_says_something_new() {
+    fn a_size_is_stored_if_it_differs_noticeably() {
         assert!(is_noticeable(0, 4096) && !is_noticeable(0, 0) && !is_noticeable(4096, 8192));
         assert!(is_noticeable(4096, 4096 + LEAST_CHANGE_BYTES) && is_noticeable(GIB, GIB / 2));
         assert!(!is_noticeable(1 << 40, (1 << 40) + GIB), "a thousandth of it");

@@ -140,7 +140,7 @@ impl Run<'_> {
                 self.set_settled(Finding::wrong("Detaching", "the engine is being stopped"));
             }
             VolumeState::Detaching if here => {
-                if !self.goes_on() {
+                if !self.keep_attached() {
                     self.detach();
                 }
             }

@@ -177,14 +177,14 @@ mod tests {
     }
 
     #[test]
-    fn as_many_as_wanted_stay_and_else_the_newest_goes() {
+    fn the_newest_surplus_replica_is_removed() {
         assert_eq!(chosen(&wanted(3)), None);
         assert_eq!(chosen(&wanted(2)), Some(3));
         assert_eq!(chosen(&wanted(1)), Some(3), "one after the other");
     }
 
     #[test]
-    fn one_that_does_badly_goes_first_if_the_others_are_a_majority() {
+    fn a_replica_in_trouble_is_removed_first_if_the_others_are_a_majority() {
         let mut example = wanted(2);
         awaited(&mut example, 1);
         assert_eq!(chosen(&example), Some(1));
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_one_that_is_well_never_goes() {
+    fn the_last_healthy_replica_is_never_removed() {
         let mut example = wanted(1);
         example.engine().status.replica_mode_map.remove(&id(3));
         assert_eq!(chosen(&example), Some(2), "the arbiter grants the other half");
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn one_whose_stop_has_begun_stays_chosen_for_as_long_as_the_view_gets_over_it() {
+    fn a_stopping_replica_stays_chosen_while_the_view_can_lose_it() {
         let mut example = wanted(2);
         example.replica(1, |replica| replica.spec.desire_state = DesireState::Stopped);
         assert_eq!(chosen(&example), Some(1));
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn the_worst_place_is_left() {
+    fn the_replica_with_the_worst_place_is_removed() {
         let mut example = wanted(2);
         example.volume().spec.disk_selector = [label("fast")].into();
         for node in ["b", "c"] {
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn two_on_one_disk_are_parted() {
+    fn of_two_replicas_on_one_disk_one_is_removed() {
         let mut example = wanted(2);
         example.replica(2, |replica| replica.spec.node_id = "a".parse().unwrap());
         assert_eq!(chosen(&example), Some(2));

@@ -76,7 +76,7 @@ fn only_a_node_with_room_for_the_smallest_waiting_volume_starts_a_search() {
 }
 
 #[test]
-fn a_search_looks_at_each_waiting_volume_once_after_the_last_event() {
+fn a_search_checks_each_waiting_volume_once_after_the_last_event() {
     let mut cluster = cluster(100);
     let mut search = Search::default();
     assert!(!search.is_running() && search.next(&cluster, 30).is_empty());

@@ -229,7 +229,7 @@ fn stored(object: &Object) -> DynamicObject {
 }
 
 #[test]
-fn objects_come_back_as_they_went() {
+fn objects_read_back_unchanged() {
     for whole in full() {
         assert_eq!(object(whole.kind(), &stored(&whole), &keys()).unwrap(), whole);
     }
@@ -277,7 +277,7 @@ fn a_volume_of_kubectl_needs_a_size_only() {
 }
 
 #[test]
-fn what_is_wrong_with_a_volume_is_recorded_once() {
+fn the_refusal_of_a_volume_is_recorded_once() {
     let (now, later) = (Timestamp::UNIX_EPOCH, "2026-01-02T03:04:05Z".parse().unwrap());
     let of = |status: Value| DynamicObject {
         types: None,

@@ -143,7 +143,7 @@ fn step() -> impl Strategy<Value = TestStep> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
     #[test]
-    fn memory_never_goes_back_and_ends_where_the_api_server_is(
+    fn memory_never_returns_to_older_versions_and_converges(
         steps in prop::collection::vec(step(), 0..80)
     ) {
         let mut model = Model::default();
@@ -174,7 +174,7 @@ proptest! {
 }
 
 #[test]
-fn what_cannot_be_read_stays_as_it_was_known() {
+fn an_unreadable_object_keeps_its_known_state() {
     let (mut order, mut state) = (Order::default(), ClusterState::default());
     order.take(&mut state, node(1, 5));
     order.take(&mut state, node(2, 6));
@@ -202,7 +202,7 @@ fn left_out(version: u64) -> LeftOut {
 }
 
 #[test]
-fn what_cannot_be_used_is_left_out_until_something_newer_is_known() {
+fn an_unusable_object_is_left_out_until_a_newer_version_is_known() {
     let (mut order, mut state) = (Order::default(), ClusterState::default());
     let list = List { version: 9, left_out: [(key(1), left_out(5))].into(), ..List::default() };
     assert_eq!(order.relist(&mut state, KIND, list.clone()), [key(1)]);

@@ -174,7 +174,7 @@ fn enough_replicas_that_refuse_the_engine_fence_it() {
 }
 
 #[test]
-fn half_is_enough_unless_the_arbiter_has_given_it_to_the_other() {
+fn half_is_enough_unless_the_arbiter_granted_the_other_half() {
     let granted = view(OLD, 2, &[0]);
     for (grant, enough) in [(None, true), (Some(granted), false)] {
         let mut lost = Lost::new(2);
@@ -193,7 +193,7 @@ fn half_is_enough_unless_the_arbiter_has_given_it_to_the_other() {
 }
 
 #[test]
-fn replicas_that_have_forgotten_what_they_stored_prove_nothing() {
+fn replicas_that_have_lost_their_views_do_not_prove_a_fence() {
     let mut lost = Lost::new(3);
     lost.begin();
     lost.replica_says(1, OLD + 1, view(OLD, 1, &[0, 1, 2]));
@@ -217,7 +217,7 @@ fn replicas_that_have_forgotten_what_they_stored_prove_nothing() {
 }
 
 #[test]
-fn a_replica_that_does_not_tell_its_views_is_not_counted() {
+fn a_replica_that_does_not_report_its_views_is_not_counted() {
     let mut lost = Lost::new(2);
     lost.begin();
     lost.replica_says(1, OLD + 1, view(OLD, 1, &[0, 1]));
@@ -304,7 +304,7 @@ fn the_arbiter_grants_again_once_more_than_half_serve() {
 }
 
 #[test]
-fn half_is_not_enough_where_grants_are_forgotten() {
+fn half_is_not_enough_if_grants_are_forgotten() {
     let mut lost = Lost::new(2);
     lost.begin();
     lost.change(|volume| volume.status.arbiter = volume.status.arbiter.stale(OLD + 1));
