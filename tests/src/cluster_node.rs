@@ -122,7 +122,7 @@ impl ClusterNode {
     ///
     /// # Errors
     /// It does not come back.
-    pub fn come_back(&mut self) -> Result<()> {
+    pub fn boot_again(&mut self) -> Result<()> {
         self.host.vm.cold_start()?;
         self.open_ways()?;
         until("agent after the boot", LIMIT, || {

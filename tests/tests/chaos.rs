@@ -108,7 +108,7 @@ fn members_are_equal_after_every_death_of_the_engine() -> Result<()> {
 /// Repeats the test without a client that sends again, and with a replica that surely lacks data of the
 /// others.
 #[test]
-fn what_a_dead_engine_left_half_done_is_made_equal() -> Result<()> {
+fn writes_that_a_dead_engine_left_incomplete_are_made_equal() -> Result<()> {
     const DEATHS: usize = 8;
     let (folder, seed) = (folder()?, seed()?);
     let mut volume = BareVolume::start(BareVolumeOptions::new(folder.path()))?;
@@ -176,7 +176,7 @@ fn until_it_stalls(load: &Load) -> Result<()> {
 
 /// Stops a replica for a while: it leaves, and returns by a copy of the regions that it has missed.
 #[test]
-fn a_replica_that_hangs_comes_back() -> Result<()> {
+fn a_replica_that_hangs_for_a_while_returns() -> Result<()> {
     let (folder, seed) = (folder()?, seed()?);
     let volume = volume(&folder, "64MiB", &["--replica-timeout-ms", "1000"])?;
     let control = volume.engine_control()?;
@@ -227,7 +227,7 @@ fn a_disk_that_is_full_for_a_while_costs_nothing() -> Result<()> {
 
 /// Checks that a return copies the missed regions, and not the whole volume.
 #[test]
-fn coming_back_to_a_tebibyte_costs_what_was_missed() -> Result<()> {
+fn a_return_to_a_tebibyte_copies_only_missed_regions() -> Result<()> {
     let (folder, seed) = (folder()?, seed()?);
     let options = ["--replica-timeout-ms", "1000", "--intent-clear-after-ms", "400"];
     let volume = volume(&folder, "1TiB", &options)?;
@@ -238,13 +238,13 @@ fn coming_back_to_a_tebibyte_costs_what_was_missed() -> Result<()> {
     // Regions of a volume of 1 TiB have 1 MiB. Recent writes count as missed too, until they were left alone
     // for a while, which is not visible from outside.
     let (deadline, mut rest) = (Instant::now() + LIMIT, Duration::from_secs(4));
-    while come_back(&volume, &mut client, "in order", all / 2..all / 2 + chunks)? > 2 * OUT_OF_SYNC_BYTES {
+    while copied_bytes(&volume, &mut client, "in order", all / 2..all / 2 + chunks)? > 2 * OUT_OF_SYNC_BYTES {
         ensure!(Instant::now() < deadline, "more is copied than was missed, again and again");
         std::thread::sleep(rest);
         rest *= 2;
     }
     let places: Vec<u64> = (0..chunks).map(|_| random.u64(0..all)).collect();
-    let copied = come_back(&volume, &mut client, "at random places", places)?;
+    let copied = copied_bytes(&volume, &mut client, "at random places", places)?;
     ensure!(copied >> 20 <= 2 * chunks, "{} MiB were copied for {chunks} places", copied >> 20);
     volume.stop()
 }
@@ -254,7 +254,7 @@ const OUT_OF_SYNC_BYTES: u64 = 64 << 20;
 const CHUNK_BYTES: u64 = 64 << 10;
 
 /// Pauses a replica while these chunks are written; returns how many bytes of regions were copied to it then.
-fn come_back(
+fn copied_bytes(
     volume: &LocalVolume,
     client: &mut NbdClient,
     places: &str,

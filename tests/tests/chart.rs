@@ -43,7 +43,7 @@ fn helm_finds_no_fault() -> Result<()> {
 }
 
 #[test]
-fn the_files_of_deploy_are_what_the_chart_renders() -> Result<()> {
+fn the_files_of_deploy_match_the_chart() -> Result<()> {
     succeeds(Command::new(chart().join("render")).arg("--check"))?;
     Ok(())
 }
@@ -204,7 +204,7 @@ fn the_definitions_stay_when_the_chart_is_uninstalled() -> Result<()> {
 }
 
 #[test]
-fn the_right_to_end_pods_goes_with_its_purposes() -> Result<()> {
+fn the_right_to_end_pods_is_removed_with_its_purposes() -> Result<()> {
     const ROLE: &str = "ClusterRole/shorthorn-lost-pods";
     let keep = "controller.podsOfLostNodes=keep";
     let leave = "controller.autoDeletePodWhenVolumeDetachedUnexpectedly=false";

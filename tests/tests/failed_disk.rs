@@ -54,7 +54,7 @@ fn has_ended(pid: i32) -> bool {
 }
 
 #[test]
-fn a_replica_whose_disk_fails_for_a_while_comes_back_by_itself() -> Result<()> {
+fn a_replica_whose_disk_fails_for_a_while_returns_by_itself() -> Result<()> {
     // Not /tmp: that may be a file system without O_DIRECT, on which less is tested.
     let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;
     let mut options = LocalVolumeOptions::new(&folder.path().join("volume"));

@@ -228,7 +228,7 @@ fn ensure_silent(old: &mut shorthorn_tests::NbdClient) -> Result<()> {
 /// A dead replica of three holds requests up until its process is seen to be gone, or its time-out is over.
 /// The time-out is 2 s on these hosts.
 #[test]
-fn a_volume_goes_on_without_a_dead_replica() -> Result<()> {
+fn a_volume_continues_without_a_dead_replica() -> Result<()> {
     let cluster = cluster("3")?;
     let whole = || until_whole(&cluster.hosts.engine_control(0, VOLUME), LIMIT).map(drop);
     let ((), guest) = under_load(cluster.guest()?, |load| {

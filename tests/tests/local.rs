@@ -68,7 +68,7 @@ fn kill_hard(pid: i32) -> Result<()> {
 }
 
 #[test]
-fn what_was_written_is_there_after_a_restart() -> Result<()> {
+fn written_data_reads_back_after_a_restart() -> Result<()> {
     let folder = folder()?;
     let options = options(&folder.path().join("volume"));
     let volume = LocalVolume::start(&options)?;
@@ -166,7 +166,7 @@ fn wait_for_writes(dir: &Path) -> Result<()> {
 }
 
 #[test]
-fn an_engine_that_was_killed_comes_back_with_the_same_data() -> Result<()> {
+fn a_killed_engine_returns_with_the_same_data() -> Result<()> {
     let folder = folder()?;
     let volume = LocalVolume::start(&options(&folder.path().join("volume")))?;
     verified_load(&volume, &[])?;

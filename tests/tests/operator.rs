@@ -45,7 +45,7 @@ fn replicas(shown: &Value) -> Result<Vec<(String, String, String)>> {
 /// The node with the newest data is lost. The operator sees the missing data and the losses of a salvage, and
 /// decides for the older data. When the node comes back, its newer data is not part of the volume.
 #[test]
-fn an_operator_goes_on_with_an_older_replica() -> Result<()> {
+fn an_operator_continues_with_an_older_replica() -> Result<()> {
     let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;
     let mut hosts = Hosts::start(folder.path(), 3)?;
     let create = ["volume", "create", VOLUME, "--size", "64MiB", "--frontend", "socket", "--replicas", "2"];
@@ -170,7 +170,7 @@ fn a_node_is_drained_under_load() -> Result<()> {
 /// Numbers of attachments start over with a volume that is made again under its name, on a node where the
 /// other one was.
 #[test]
-fn a_volume_is_made_again_under_its_name() -> Result<()> {
+fn a_volume_is_created_again_under_its_name() -> Result<()> {
     let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;
     let hosts = Hosts::start(folder.path(), 2)?;
     for attachments in [3, 1] {

@@ -245,7 +245,7 @@ fn pods_of_a_lost_node_are_force_deleted() -> Result<()> {
     cluster.replace_controller("delete", &[])?;
     cluster.until_gone(&pod_path("force-deleted"))?;
     until("attachment that is being deleted", LIMIT, || Ok(cluster.is_deleting("one")?.then_some(())))?;
-    what_must_stay(&cluster)?;
+    other_pods_stay(&cluster)?;
     the_last_pods_go(&cluster, &lost)?;
     the_volume_is_free(&cluster)?;
     a_role_that_is_missing_breaks_nothing(&cluster, &lost)
@@ -274,7 +274,7 @@ fn pods(cluster: &Cluster, node: &str) -> Result<()> {
     Ok(())
 }
 
-fn what_must_stay(cluster: &Cluster) -> Result<()> {
+fn other_pods_stay(cluster: &Cluster) -> Result<()> {
     cluster.until_event("default", "Pod", "force-deleted", "PodForceDeleted")?;
     cluster.until_event(NAMESPACE, "Volume", "one", "PodForceDeleted")?;
     cluster.until_event(NAMESPACE, "Volume", "one", "AttachmentDeleted")?;

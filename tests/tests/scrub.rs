@@ -281,7 +281,7 @@ fn a_read_that_is_verified_never_shows_rot_and_has_it_repaired() -> Result<()> {
 }
 
 #[test]
-fn a_replica_is_never_made_anew_from_rot_while_another_one_is_sound() -> Result<()> {
+fn a_replica_is_never_rebuilt_from_rot_while_a_sound_member_exists() -> Result<()> {
     let folder = folder()?;
     let volume = BareVolume::start(options(&folder, 3))?;
     let data = pattern(8, 4 * MIB)?;
@@ -310,7 +310,7 @@ fn a_replica_is_never_made_anew_from_rot_while_another_one_is_sound() -> Result<
 
 /// Two members have lost blocks of the snapshots, different ones but for one.
 #[test]
-fn a_snapshot_is_copied_from_whoever_has_each_block_and_what_nobody_has_is_known() -> Result<()> {
+fn each_block_of_a_snapshot_is_copied_from_a_sound_member_or_known_as_lost() -> Result<()> {
     let folder = folder()?;
     let volume = with_snapshots(&folder, 3)?;
     let shown = ByteRange::new(2 * MIB, 5 * MIB)?;
@@ -348,7 +348,7 @@ fn a_snapshot_is_copied_from_whoever_has_each_block_and_what_nobody_has_is_known
 }
 
 #[test]
-fn of_two_replicas_the_kept_sum_tells_whose_snapshot_is_rotten() -> Result<()> {
+fn of_two_replicas_the_kept_sum_shows_the_rotten_snapshot() -> Result<()> {
     let folder = folder()?;
     let volume = with_snapshots(&folder, 2)?;
     ensure!(found(&volume.scrub(REPAIR, LIMIT)?) == (0, 0, ""), "all agree, and keep that");
@@ -370,7 +370,7 @@ fn of_two_replicas_the_kept_sum_tells_whose_snapshot_is_rotten() -> Result<()> {
 }
 
 #[test]
-fn a_snapshot_that_rots_before_it_was_seen_is_put_right_by_three_and_left_alone_by_two() -> Result<()> {
+fn rot_of_an_unsummed_snapshot_is_repaired_by_three_and_reported_by_two() -> Result<()> {
     let folder = folder()?;
     let volume = with_snapshots(&folder, 3)?;
     rot(&snapshot(&volume.directory(2), "second"), 5 * MIB)?;
@@ -396,7 +396,7 @@ fn a_snapshot_that_rots_before_it_was_seen_is_put_right_by_three_and_left_alone_
 }
 
 #[test]
-fn a_scrub_that_is_not_to_repair_only_tells() -> Result<()> {
+fn a_scrub_without_repair_only_reports() -> Result<()> {
     let folder = folder()?;
     let volume = with_snapshots(&folder, 2)?;
     volume.scrub(REPORT, LIMIT)?;
@@ -418,7 +418,7 @@ fn a_scrub_that_is_not_to_repair_only_tells() -> Result<()> {
 }
 
 #[test]
-fn damaged_sums_are_made_again_and_removed_with_their_snapshot() -> Result<()> {
+fn damaged_sums_are_recreated_and_removed_with_their_snapshot() -> Result<()> {
     let folder = folder()?;
     let volume = with_snapshots(&folder, 2)?;
     volume.scrub(REPAIR, LIMIT)?;
@@ -442,7 +442,7 @@ fn damaged_sums_are_made_again_and_removed_with_their_snapshot() -> Result<()> {
 /// Members may hold the same in other layers, as after a rebuild: that is not rot, neither before it was seen
 /// nor after.
 #[test]
-fn what_is_laid_out_otherwise_is_no_rot() -> Result<()> {
+fn equal_data_in_other_layers_is_not_rot() -> Result<()> {
     let folder = folder()?;
     let volume = with_snapshots(&folder, 2)?;
     let (directories, data) = (volume.directories(), pattern(1, 3 * MIB)?);
@@ -502,7 +502,7 @@ fn exported(directory: &Path, snapshot: Option<&str>, folder: &Path) -> Result<V
 }
 
 #[test]
-fn a_replica_made_anew_has_every_snapshot_of_the_one_that_it_was_copied_from() -> Result<()> {
+fn a_rebuilt_replica_has_all_snapshots_of_its_source() -> Result<()> {
     let folder = folder()?;
     let volume = with_snapshots(&folder, 3)?;
     let volume = again(&folder, volume, 3, |store| {

@@ -7,7 +7,7 @@ use shorthorn_control::FrontendChoice;
 use shorthorn_tests::soak::{Options, run};
 
 #[test]
-fn no_fault_shows_but_where_it_must() -> Result<()> {
+fn faults_show_only_if_they_must() -> Result<()> {
     let seed = match std::env::var("SHORTHORN_SEED") {
         Ok(seed) => seed.parse().context("SHORTHORN_SEED is not a number")?,
         Err(_) => fastrand::u64(..),

@@ -58,7 +58,7 @@ impl Controller {
     }
 
     /// Kills it with SIGKILL, and starts another one in its place.
-    fn die_and_go_on(&mut self) -> Result<()> {
+    fn die_and_continue(&mut self) -> Result<()> {
         self.end()?;
         self.go_on()
     }
@@ -261,7 +261,7 @@ impl Cluster {
                 Ok((acting.is_finished() || api.controller_calls()?.len() >= before + calls).then_some(()))
             })?;
             let in_time = !acting.is_finished();
-            controller.die_and_go_on()?;
+            controller.die_and_continue()?;
             println!("{what}: controller killed after {calls} calls, before the end: {in_time}");
             let done = acting.join().map_err(|_| anyhow!("the thread of the sidecars has panicked"))?;
             anyhow::Ok((done, controller.log()))
@@ -425,7 +425,7 @@ fn a_node_is_lost(cluster: &mut Cluster, volume: &str) -> Result<()> {
         &format!("cd {path} && sha256sum --check --quiet sum && test -e second && touch third && sync"),
     )?;
 
-    cluster.nodes[0].come_back()?;
+    cluster.nodes[0].boot_again()?;
     cluster.kubelet(0).join()?;
     // kubelet finds the directories of a pod that is gone.
     cluster.kubelet(0).unmount(&old)?;

@@ -26,7 +26,7 @@ fn a_volume_lives_through_kills_on_iscsi() -> Result<()> {
     host.ctl("volume create v1 --size 128MiB --replicas 2 --soft-anti-affinity")?;
     start_multipathd(&host)?;
     attach(&host)?;
-    the_disk_tells_the_truth(&host)?;
+    the_disk_has_its_attributes(&host)?;
     a_flush_is_one_of_all_replicas(&host)?;
     a_discard_frees_space(&host)?;
     multipathd_is_kept_away(&host)?;
@@ -70,7 +70,7 @@ fn attach(host: &VmHost) -> Result<()> {
 /// Returns a command that finds the name of the volume's disk in /sys/block.
 const DISK: &str = "disk=$(basename $(readlink /sys/dev/block/$(stat --format '%Hr:%Lr' /dev/longhorn/v1)))";
 
-fn the_disk_tells_the_truth(host: &VmHost) -> Result<()> {
+fn the_disk_has_its_attributes(host: &VmHost) -> Result<()> {
     host.sh("test $(blockdev --getsize64 /dev/longhorn/v1) = $((128 << 20))")?;
     for (file, expected) in [
         ("queue/write_cache", "write back"),

@@ -15,7 +15,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 const CUTS: u32 = 2;
 
 #[test]
-fn what_was_flushed_survives_power_cuts() -> Result<()> {
+fn flushed_data_survives_power_cuts() -> Result<()> {
     let disk = DataDisk::new(4096, FileSystem::Ext4).durability(Durability::VolatileCache);
     let mut host = VmHost::start(VmHost::options(Kernel::Ublk).data_disk(disk))?;
     push_scripts(&host)?;
@@ -31,7 +31,7 @@ fn what_was_flushed_survives_power_cuts() -> Result<()> {
     for cut in 0..CUTS {
         let writers = start_writers(&host, cut)?;
         let heard = cut_under_load(&mut host, writers)?;
-        come_back(&mut host)?;
+        boot_again(&mut host)?;
         for (writer, heard) in &heard {
             host.sh(&format!("/root/writer.py check {writer} {heard}"))
                 .with_context(|| format!("after power cut {cut}"))?;
@@ -99,7 +99,7 @@ fn last_round(output: &Output) -> Result<u32> {
     whole.lines().next_back().map_or(Ok(0), |line| line.parse()).with_context(|| output.text())
 }
 
-fn come_back(host: &mut VmHost) -> Result<()> {
+fn boot_again(host: &mut VmHost) -> Result<()> {
     let started = Instant::now();
     host.vm.cold_start()?;
     host.sh("systemctl start shorthorn-agent shorthorn-controller")?;

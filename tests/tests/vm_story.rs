@@ -33,7 +33,7 @@ fn a_volume_lives_through_kills_on_ublk_of_the_newest_kernel() -> Result<()> {
 }
 
 #[test]
-fn a_volume_lives_through_kills_on_nbd_where_ublk_is_missing() -> Result<()> {
+fn a_volume_survives_kills_on_nbd_without_ublk() -> Result<()> {
     story(Kernel::Nbd, "nbd")
 }
 

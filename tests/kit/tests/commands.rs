@@ -109,7 +109,7 @@ fn fault_of_packages(words: &[&str]) -> Option<String> {
 }
 
 #[test]
-fn the_commands_of_blocks_call_what_exists() {
+fn the_commands_of_blocks_exist() {
     let (mut wrong, mut used) = (Vec::new(), BTreeSet::new());
     for (page, block, _) in blocks().iter().filter(|(_, _, tested)| !matches!(tested, Tested::Read(_))) {
         for words in block.commands() {

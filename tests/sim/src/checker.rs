@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_once_stays() {
+    fn a_value_that_was_read_stays() {
         let mut checker = written();
         checker.submit(0..1, 2, 30);
         assert!(checker.read(0, &[1], 40, 41).is_ok());
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn a_salvaged_volume_is_what_its_replica_holds() {
+    fn a_salvaged_volume_has_the_data_of_its_replica() {
         let mut checker = written();
         checker.flushed(25);
         checker.salvaged(&[0, 1, 0, 0]).unwrap();
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn power_takes_what_was_not_flushed() {
+    fn a_power_loss_takes_unflushed_writes() {
         let mut checker = written();
         checker.submit(0..1, 2, 30);
         checker.acknowledged(0..1, 2, 30, 31, false);

@@ -138,7 +138,7 @@ impl Simulation {
     }
 
     /// Restarts the guest of that attachment, which has learned that its writes may be lost.
-    pub fn attach_anew(&mut self, attach: u64) {
+    pub fn attach_again(&mut self, attach: u64) {
         if self.controller.attach == attach {
             let mut rng = self.rng.fork();
             self.attach_elsewhere(&mut rng);
@@ -188,7 +188,7 @@ impl Simulation {
         self.send(conn, true, Message::Close);
         self.engine_end_is_closed(conn);
         let peer = index(peer);
-        self.nobody_waits_for(engine, peer, queue);
+        self.stop_waiting_for(engine, peer, queue);
         self.apply(engine, Event::Closed { peer, queue });
         self.wake(engine);
     }

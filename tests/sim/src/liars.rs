@@ -31,11 +31,11 @@ impl Simulation {
     }
 
     /// Returns true if an engine serves, and all replicas are members that can be while some lie.
-    pub fn goes_on_with_liars(&self) -> bool {
+    pub fn serves_with_liars(&self) -> bool {
         self.serving().is_some() && self.absent().is_none()
     }
 
-    /// Handles the end of the liars' time, if [`Simulation::goes_on_with_liars`] did not hold. Is that their
+    /// Handles the end of the liars' time, if [`Simulation::serves_with_liars`] did not hold. Is that their
     /// doing?
     pub fn judge_liars(&mut self) {
         match self.serving() {

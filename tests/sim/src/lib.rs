@@ -297,7 +297,7 @@ pub fn run(script: &Script, options: Options) -> Outcome {
     outlast_lies(&sim, &mut tasks);
     let mut end = sim.borrow().now + RECOVERY_US;
     // While a replica that is gone for good is needed, only the operator can help.
-    let is_stuck = |sim: &Simulation| is_recovered(sim) || needs_what_is_gone(sim);
+    let is_stuck = |sim: &Simulation| is_recovered(sim) || needs_gone_replica(sim);
     let mut recovered = advance(&sim, &mut tasks, end, is_stuck);
     if recovered && !is_recovered(&sim.borrow()) {
         sim.borrow_mut().salvage();
@@ -346,7 +346,7 @@ fn outlast_lies(sim: &Rc<RefCell<Simulation>>, tasks: &mut Tasks) {
         let has_gained =
             members.is_some_and(|now| now.iter().any(|id| !before.is_some_and(|b| b.contains(id))));
         known.set((members, if has_gained { sim.now } else { since }));
-        sim.goes_on_with_liars()
+        sim.serves_with_liars()
     };
     let last = sim.borrow().now + LIES_MAX * LIES_US;
     let mut end = sim.borrow().now + LIES_US;
@@ -482,7 +482,7 @@ impl Simulation {
             Occurrence::AskArbiter { engine } => self.ask_arbiter(engine),
             Occurrence::Granted { engine, view } => self.granted(engine, view),
             Occurrence::Control => self.control_turn(),
-            Occurrence::AttachAnew { attach } => self.attach_anew(attach),
+            Occurrence::AttachAnew { attach } => self.attach_again(attach),
             Occurrence::Guest => self.guest_turn(),
             Occurrence::Wake { engine } => self.wake(engine),
         }
@@ -506,7 +506,7 @@ fn is_recovered(sim: &Simulation) -> bool {
 }
 
 /// Returns true if no engine serves, and the attached one cannot start without a replica that is gone.
-fn needs_what_is_gone(sim: &Simulation) -> bool {
+fn needs_gone_replica(sim: &Simulation) -> bool {
     let is_gone = |id| {
         let replica = sim.replica_index(id).map(|at| &sim.replicas[at]);
         replica.is_some_and(|replica| replica.gone || replica.is_rolled_back)

@@ -71,15 +71,15 @@ fn main() -> Result<()> {
         on_this_host(&arguments)?;
     }
     if is_all || arguments.only_intent {
-        costs(
+        measure_costs(
             &arguments,
             Cost::Noting,
             "regions cleared and marked dirty again, against regions that stay dirty",
         )?;
     }
     if is_all || arguments.only_sums {
-        costs(&arguments, Cost::Sums, "with sums of blocks, against none")?;
-        costs(&arguments, Cost::VerifiedReads, "verified reads, against reads")?;
+        measure_costs(&arguments, Cost::Sums, "with sums of blocks, against none")?;
+        measure_costs(&arguments, Cost::VerifiedReads, "verified reads, against reads")?;
     }
     if is_all || arguments.only_encryption {
         encrypting(&arguments)?;
@@ -129,7 +129,7 @@ fn on_this_host(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-fn costs(arguments: &Arguments, cost: Cost, what: &str) -> Result<()> {
+fn measure_costs(arguments: &Arguments, cost: Cost, what: &str) -> Result<()> {
     let turns = arguments.rounds * COST_TURNS;
     progress(&format!("{turns} turns: {what}"));
     print_costs(measure_cost(cost, &arguments.dir, arguments.seconds, turns)?, turns, what);

@@ -270,7 +270,7 @@ mod tests {
     const LONGEST: Duration = Duration::from_secs(30);
 
     #[test]
-    fn a_seed_says_everything() {
+    fn a_seed_determines_all_faults() {
         assert_eq!(draw(7, 500, LONGEST), draw(7, 500, LONGEST));
         assert_ne!(draw(7, 500, LONGEST), draw(8, 500, LONGEST));
     }
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_majority_stays_except_where_the_group_says_so() {
+    fn only_groups_for_several_replicas_break_the_majority() {
         for episode in draw(3, 2000, LONGEST) {
             let mut replicas: Vec<usize> = episode.hits.iter().map(|hit| hit.replica).collect();
             replicas.sort_unstable();

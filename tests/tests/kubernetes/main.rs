@@ -309,7 +309,7 @@ fn a_drain_waits_for_volumes(cluster: &mut Cluster) -> Result<()> {
     let refusal = cluster.hosts.refused(&["node", "can-reboot", &name(2)])?;
     ensure!(refusal.contains("node n1, which was cordoned in Kubernetes before"), "{refusal}");
     cluster.hosts.ctl(&["node", "can-reboot", &name(1)])?;
-    nobody_evicts_a_guard(cluster, 2)?;
+    a_guard_is_not_evicted(cluster, 2)?;
 
     cordon(cluster, 1, false)?;
     cluster.until_guards(&[])?;
@@ -322,7 +322,7 @@ fn a_drain_waits_for_volumes(cluster: &mut Cluster) -> Result<()> {
 }
 
 /// Asks like kubectl drain, once a kubelet has reported that the pod runs.
-fn nobody_evicts_a_guard(cluster: &Cluster, host: usize) -> Result<()> {
+fn a_guard_is_not_evicted(cluster: &Cluster, host: usize) -> Result<()> {
     let guard = format!("shorthorn-guard-{}", name(host));
     let path = format!("/api/v1/namespaces/{NAMESPACE}/pods/{guard}");
     let pod = cluster.api.ok("GET", &path, None)?;
@@ -387,10 +387,10 @@ fn a_lost_key_is_not_replaced(cluster: &mut Cluster) -> Result<()> {
 /// Tests a volume of an impossible size. The controller refuses it, unless the API server knows CEL rules.
 fn a_volume_that_cannot_be_says_why(cluster: &Cluster) -> Result<()> {
     if cluster.api.has_policies() {
-        rules::what_cannot_be_is_refused(&cluster.api)?;
+        rules::invalid_volumes_are_refused(&cluster.api)?;
         cluster.make_volume()?;
         cluster.until_state("detached")?;
-        what_repeats_is_counted(cluster)?;
+        repeated_events_are_counted(cluster)?;
         cluster.api.ok("DELETE", &ApiServer::path(&format!("volumes/{VOLUME}")), None)?;
         return cluster.until_gone();
     }
@@ -419,13 +419,13 @@ fn a_volume_that_cannot_be_says_why(cluster: &Cluster) -> Result<()> {
     let volume = cluster.until_state("detached")?;
     ensure!(accepted(&volume)["status"] == "True", "{volume:#}");
     cluster.until_event(&volume, &["InvalidSpec", "Scheduled", "Detached"])?;
-    what_repeats_is_counted(cluster)?;
+    repeated_events_are_counted(cluster)?;
     cluster.api.ok("DELETE", &ApiServer::path(&path), None)?;
     cluster.until_gone()
 }
 
 /// Tests that two attachments to one node make one event of each kind, with a count.
-fn what_repeats_is_counted(cluster: &Cluster) -> Result<()> {
+fn repeated_events_are_counted(cluster: &Cluster) -> Result<()> {
     for _ in 0..2 {
         cluster.want_on(name(0).into())?;
         cluster.until_state("attached")?;

@@ -15,8 +15,8 @@ fn the_rules_of_the_definitions_refuse() -> Result<()> {
         return Ok(());
     }
     install(&api)?;
-    what_cannot_be_is_refused(&api)?;
-    what_never_changes_is_kept(&api)?;
+    invalid_volumes_are_refused(&api)?;
+    fixed_fields_are_kept(&api)?;
     an_engine_and_a_replica_stay(&api)
 }
 
@@ -25,7 +25,7 @@ fn object(kind: &str, name: &str, spec: &Value) -> Value {
 }
 
 /// Tests new volumes.
-pub fn what_cannot_be_is_refused(api: &ApiServer) -> Result<()> {
+pub fn invalid_volumes_are_refused(api: &ApiServer) -> Result<()> {
     for (name, spec, message) in [
         ("v", json!({ "size": "5000" }), "multiple of 4096"),
         ("v", json!({ "size": "0" }), "multiple of 4096"),
@@ -38,7 +38,7 @@ pub fn what_cannot_be_is_refused(api: &ApiServer) -> Result<()> {
     Ok(())
 }
 
-fn what_never_changes_is_kept(api: &ApiServer) -> Result<()> {
+fn fixed_fields_are_kept(api: &ApiServer) -> Result<()> {
     let spec = json!({ "size": "67108864", "frontend": "socket" });
     api.ok("POST", &ApiServer::path("volumes"), Some(&object("Volume", "v", &spec)))?;
     let path = ApiServer::path("volumes/v");

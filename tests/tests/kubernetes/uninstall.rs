@@ -100,7 +100,7 @@ fn the_documented_removal_leaves_nothing() -> Result<()> {
     }
     // No kubelet ends it here.
     cluster.hosts.kill_controller()?;
-    the_namespace_goes_with_its_secrets(&cluster, &mut page)?;
+    the_namespace_is_deleted_with_its_secrets(&cluster, &mut page)?;
     page.script.finish()
 }
 
@@ -138,7 +138,7 @@ fn the_volumes_are_deleted(cluster: &Cluster, page: &mut Documented) -> Result<(
 }
 
 /// Step 6. The namespace is being deleted, and the Secrets hold it until their finalizers are removed.
-fn the_namespace_goes_with_its_secrets(cluster: &Cluster, page: &mut Documented) -> Result<()> {
+fn the_namespace_is_deleted_with_its_secrets(cluster: &Cluster, page: &mut Documented) -> Result<()> {
     let secrets = format!("/api/v1/namespaces/{NAMESPACE}/secrets");
     until("namespace that only Secrets are left in", LIMIT, || {
         let list = cluster.api.ok("GET", &secrets, None)?;

@@ -41,7 +41,7 @@ fn the_commands_of_every_day_work_as_their_page_says() -> Result<()> {
     fs::write(cluster.folder.path().join("completion"), completion)?;
     let shell = ["bash", "-c", "source completion && complete -p shorthornctl"].map(str::to_owned);
     system(&shell, cluster.folder.path())?;
-    a_volume_comes_back(&cluster, &mut page)?;
+    a_deleted_volume_is_undeleted(&cluster, &mut page)?;
     page.script.finish()
 }
 
@@ -66,7 +66,7 @@ fn replicas_are_changed(cluster: &Cluster, page: &mut Page) -> Result<()> {
 }
 
 /// The second block of the page.
-fn a_volume_comes_back(cluster: &Cluster, page: &mut Page) -> Result<()> {
+fn a_deleted_volume_is_undeleted(cluster: &Cluster, page: &mut Page) -> Result<()> {
     let hosts = &cluster.hosts;
     hosts.detach(NAME)?;
     hosts.ctl(&["volume", "delete", NAME, "--yes"])?;

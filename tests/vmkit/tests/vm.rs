@@ -73,7 +73,7 @@ fn a_command_over_its_limit_is_killed() -> Result<()> {
 }
 
 #[test]
-fn files_go_in_and_out() -> Result<()> {
+fn files_are_copied_in_and_out() -> Result<()> {
     let vm = Vm::start(VmOptions::new(Kernel::Nbd))?;
     let dir = std::env::temp_dir().join(format!("vmkit-files-{}", std::process::id()));
     fs::create_dir_all(dir.join("tree/sub"))?;
@@ -109,7 +109,7 @@ fn files_go_in_and_out() -> Result<()> {
 }
 
 #[test]
-fn a_crash_loses_what_was_not_synced() -> Result<()> {
+fn a_crash_loses_unsynced_data() -> Result<()> {
     let disk = DataDisk::new(4096, FileSystem::Ext4);
     let mut vm = Vm::start(VmOptions::new(Kernel::Ublk).data_disk(disk))?;
     let id = vm.sh("cat /etc/machine-id")?;
@@ -145,7 +145,7 @@ fn a_power_cut_keeps_the_disks() -> Result<()> {
 }
 
 #[test]
-fn a_volatile_cache_loses_what_was_not_flushed() -> Result<()> {
+fn a_volatile_cache_loses_unflushed_data() -> Result<()> {
     let disk = DataDisk::blank(1024).durability(Durability::VolatileCache);
     let mut vm = Vm::start(VmOptions::new(Kernel::Nbd).data_disk(disk))?;
     let device = DataDisk::guest_path();

@@ -87,7 +87,7 @@ impl Simulation {
         self.completed(engine, slot, outcome);
     }
 
-    pub(super) fn nobody_waits_for(&mut self, engine: u64, peer: PeerIndex, queue: u16) {
+    pub(super) fn stop_waiting_for(&mut self, engine: u64, peer: PeerIndex, queue: u16) {
         let Some(process) = self.engines.get_mut(&engine) else { return };
         let slots: Vec<u16> =
             process.lies.keys().filter(|(of, _)| *of == queue).map(|(_, slot)| *slot).collect();
