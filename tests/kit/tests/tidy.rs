@@ -5,6 +5,8 @@
 
 #[path = "tidy/fillers.rs"]
 mod fillers;
+#[path = "tidy/functions.rs"]
+mod functions;
 #[path = "tidy/texts.rs"]
 mod texts;
 
@@ -13,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use fillers::fillers;
+use functions::{avoided_names, long_functions};
 use texts::{Kind, Text, count_words, of_markdown, of_proto, of_rust, sentences};
 
 /// Doc comments whose first line starts with one of [`OPENERS`].
@@ -39,8 +42,10 @@ const BAD_HEADINGS: usize = 0;
 const DOC_TESTS: usize = 0;
 /// Files of more than [`FILE_LINES_MAX`] lines.
 const LONG_FILES: usize = 0;
-/// Functions of more than [`FUNCTION_LINES_MAX`] lines.
+/// Functions of more than 60 lines.
 const LONG_FUNCTIONS: usize = 0;
+/// Names of functions, tests included, with words that hide the actor or the thing.
+const AVOIDED_NAMES: usize = 0;
 
 /// Words that delay the subject of a comment. See "Words and English" in CONTRIBUTING.md.
 const OPENERS: [&str; 28] = [
@@ -73,7 +78,7 @@ const OPENERS: [&str; 28] = [
     "whose",
     "why",
 ];
-/// Words that hide the actor, in lower case. Parts of names do not count, such as those of tests.
+/// Words that hide the actor, in lower case. Parts of names do not count; tidy/functions.rs checks those.
 const AVOIDED: [&str; 4] = ["nobody", "somebody", "whoever", "there is no"];
 /// More words that hide the actor, and forms that negate a noun. Code in backquotes may have them.
 const AVOIDED_IN_TEXTS: [&str; 8] = [
@@ -93,7 +98,6 @@ const LINE_CHARS_MAX: usize = 110;
 /// Longer words, such as addresses and encoded data, are not broken.
 const WORD_CHARS_MAX: usize = 70;
 const FILE_LINES_MAX: usize = 600;
-const FUNCTION_LINES_MAX: usize = 60;
 
 /// A file with its lines.
 struct Source {
@@ -193,9 +197,13 @@ fn has_words(text: &str, words: &str) -> bool {
     })
 }
 
+/// Returns true for the files of this test, which have avoided words as examples.
+fn is_of_this_test(source: &Source) -> bool {
+    source.path.ends_with(file!()) || source.path.starts_with("tests/kit/tests/tidy")
+}
+
 fn avoided_words(source: &Source) -> Vec<String> {
-    // This file has them as examples.
-    if source.path.ends_with(file!()) {
+    if is_of_this_test(source) {
         return Vec::new();
     }
     let is_bad = |line: &str| AVOIDED.iter().any(|words| has_words(&line.to_lowercase(), words));
@@ -237,7 +245,7 @@ fn long_sentences(source: &Source) -> Vec<String> {
 
 fn avoided_texts(source: &Source) -> Vec<String> {
     // CONTRIBUTING has them as examples.
-    if source.path.ends_with("CONTRIBUTING.md") || source.path.ends_with(file!()) {
+    if source.path.ends_with("CONTRIBUTING.md") || is_of_this_test(source) {
         return Vec::new();
     }
     let is_bad = |sentence: &str| {
@@ -297,52 +305,6 @@ fn doc_tests(source: &Source) -> Vec<String> {
 fn long_file(source: &Source) -> Option<String> {
     let count = source.lines.len();
     (count > FILE_LINES_MAX).then(|| format!("{}: {count} lines", source.path.display()))
-}
-
-/// Returns the name of the function that begins in this line.
-fn function_name(line: &str) -> Option<&str> {
-    let mut words = line.split_whitespace();
-    loop {
-        let word = words.next()?;
-        if word == "fn" {
-            let name = words.next()?;
-            return name.split(|c: char| !c.is_alphanumeric() && c != '_').next();
-        }
-        let is_qualifier = ["pub", "default", "const", "async", "unsafe", "extern"].contains(&word)
-            || word.starts_with("pub(")
-            || word.starts_with('"');
-        if !is_qualifier {
-            return None;
-        }
-    }
-}
-
-/// Returns the index of the last line of the function that begins at index `start`. In the format of rustfmt,
-/// its closing brace is the first one at the indentation of its first line.
-fn function_end(lines: &[String], start: usize) -> usize {
-    let first = &lines[start];
-    let indent = &first[..first.len() - first.trim_start().len()];
-    if first.ends_with(['}', ';']) {
-        return start;
-    }
-    let ends = |line: &String| {
-        line.strip_prefix(indent).is_some_and(|rest| {
-            rest.starts_with('}') || (rest.ends_with(';') && !rest.starts_with(char::is_whitespace))
-        })
-    };
-    lines.iter().skip(start + 1).position(ends).map_or(lines.len() - 1, |more| start + 1 + more)
-}
-
-fn long_functions(source: &Source) -> Vec<String> {
-    let mut found = Vec::new();
-    for (at, line) in source.lines.iter().enumerate() {
-        let Some(name) = function_name(line) else { continue };
-        let count = function_end(&source.lines, at) + 1 - at;
-        if count > FUNCTION_LINES_MAX {
-            found.push(source.at(at, &format!("{name} has {count} lines")));
-        }
-    }
-    found
 }
 
 /// Adds all files under `folder` with that extension, except for build outputs and hidden folders.
@@ -493,6 +455,12 @@ fn functions_are_short() {
 }
 
 #[test]
+fn names_of_functions_name_the_thing() {
+    let found: Vec<String> = sources().iter().flat_map(avoided_names).collect();
+    check(&found, AVOIDED_NAMES, "AVOIDED_NAMES", "the name of a function has the actor and the thing");
+}
+
+#[test]
 fn only_the_first_line_of_a_doc_comment_counts() {
     let text = "//! A thing.\n//! It is more.\n\n/// Its end.\n/// What else.\nfn f() {}\n\
                 /// One-way.\n// It is code.\n";
@@ -577,17 +545,6 @@ fn long_lines_count_in_characters_and_not_in_documents() {
     );
     let found = long_lines(&Source::new("a.rs", &text));
     assert_eq!(found, [format!("a.rs:2: // {}", long.trim()), format!("a.rs:3: let a = \"{long}\";")]);
-}
-
-#[test]
-fn functions_end_at_the_brace_of_their_indentation() {
-    let body = "        if x {\n        }\n".repeat(FUNCTION_LINES_MAX / 2);
-    let text = format!(
-        "impl A {{\n    pub(crate) async fn long<T>(\n        a: T,\n    ) -> T \
-         {{\n{body}    }}\n\n    fn short() {{}}\n}}\n\
-         trait B {{\n    fn declared(\n        &self,\n    );\n\n{body}}}\n"
-    );
-    assert_eq!(long_functions(&Source::new("a.rs", &text)), ["a.rs:2: long has 64 lines"]);
 }
 
 #[test]
