@@ -9,6 +9,7 @@ use shorthorn_api::v1;
 use shorthorn_api::v1::controller_tls_client::ControllerTlsClient;
 use shorthorn_api::v1::revoke_certificate_request::Which;
 use shorthorn_pki::{Bundle, CertificateDer, ClusterId, Identity, Key, Role, Serial, Trust};
+use shorthorn_types::status::RollOverPhase;
 use tonic::transport::Channel;
 
 use super::calls::limited;
@@ -185,14 +186,16 @@ fn meant(text: &str) -> Result<Which, String> {
 
 fn next_step(state: &v1::TlsState) -> String {
     let pins: Vec<String> = state.trusted_pins.iter().map(|pin| short(pin)).collect();
-    let next = match state.phase.as_str() {
-        "distributing" => "The new CA is in the trust list. Run this again once tls show has no nodes behind",
-        "reissuing" => {
+    let next = match state.known_phase() {
+        Some(RollOverPhase::Distributing) => {
+            "The new CA is in the trust list. Run this again once tls show has no nodes behind"
+        }
+        Some(RollOverPhase::Reissuing) => {
             "The new CA signs. Issue administrators new certificates, then run this again to drop the old CA"
         }
-        _ => "The old CA is dropped. Back the new one up",
+        Some(RollOverPhase::Idle) | None => "The old CA is dropped. Back the new one up",
     };
-    format!("{next}. Phase: {}. Trusted CAs: {}\n", state.phase, pins.join(", "))
+    format!("{next}. Phase: {}. Trusted CAs: {}\n", state.shown_phase(), pins.join(", "))
 }
 
 fn short(pin: &str) -> String {
@@ -205,6 +208,7 @@ fn date(seconds: u64) -> String {
 }
 
 fn show(format: Format, state: v1::TlsState) -> Result<String, CtlError> {
+    let phase = state.shown_phase().to_owned();
     let certificates = state.issued.into_iter().map(|issued| CertificateOutput {
         serial: issued.serial,
         role: issued.role,
@@ -214,7 +218,7 @@ fn show(format: Format, state: v1::TlsState) -> Result<String, CtlError> {
     });
     let output = StateOutput {
         cluster: state.cluster,
-        phase: state.phase,
+        phase,
         trust_version: state.trust_version,
         trusted_pins: state.trusted_pins,
         certificates: certificates.collect(),
@@ -267,7 +271,6 @@ mod tests {
     fn the_state_is_shown_to_people_and_programs() {
         let state = v1::TlsState {
             cluster: "c0ffee".to_owned(),
-            phase: "idle".to_owned(),
             trusted_pins: vec!["ab".repeat(32)],
             issued: vec![v1::IssuedCertificate {
                 serial: "4f01".to_owned(),
@@ -277,7 +280,8 @@ mod tests {
                 signer_pin: "ab".repeat(32),
             }],
             ..v1::TlsState::default()
-        };
+        }
+        .with_phase(RollOverPhase::Idle);
         let text = show(Format::Table, state.clone()).unwrap();
         assert!(
             text.contains("4f01  node/a  until 2027-01-15T08:00:00Z  CA abababababababab  revoked"),
@@ -285,5 +289,18 @@ mod tests {
         );
         let json: serde_json::Value = serde_json::from_str(&show(Format::Json, state).unwrap()).unwrap();
         assert_eq!(json["certificates"][0]["revoked"], true);
+        assert_eq!(json["phase"], "idle");
+    }
+
+    #[test]
+    fn a_roll_over_names_its_next_step() {
+        let step = |phase| next_step(&v1::TlsState::default().with_phase(phase));
+        let distributing = step(RollOverPhase::Distributing);
+        assert!(distributing.contains("tls show has no nodes behind"), "{distributing}");
+        assert!(distributing.contains("Phase: distributing."), "{distributing}");
+        assert!(step(RollOverPhase::Reissuing).contains("to drop the old CA"));
+        assert!(step(RollOverPhase::Idle).contains("The old CA is dropped"));
+        let of_word = v1::TlsState { phase_word: "reissuing".to_owned(), ..v1::TlsState::default() };
+        assert!(next_step(&of_word).contains("to drop the old CA"), "an earlier controller sends the word");
     }
 }

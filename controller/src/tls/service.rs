@@ -6,8 +6,9 @@ use shorthorn_api::v1;
 use shorthorn_api::v1::controller_tls_server::{ControllerTls, ControllerTlsServer};
 use shorthorn_api::v1::revoke_certificate_request::Which;
 use shorthorn_pki::{
-    Authority, AuthorityError, CertificateDer, CertificateRequest, JoinToken, Phase, Role, Serial, TokenError,
+    Authority, AuthorityError, CertificateDer, CertificateRequest, JoinToken, Role, Serial, TokenError,
 };
+use shorthorn_types::status::RollOverPhase;
 use tonic::{Response, Status};
 
 use super::{Tls, TlsError, now, pin_texts, trust_message};
@@ -54,14 +55,17 @@ impl TlsApi {
                 revoked: authority.is_revoked(&issued.serial),
                 signer_pin: issued.signer.to_string(),
             });
-            Ok::<_, AuthorityError>(v1::TlsState {
-                cluster: authority.cluster().to_string(),
-                phase: authority.phase().to_string(),
-                trust_version: trust.version(),
-                trusted_pins: pin_texts(&trust),
-                issued: issued.collect(),
-                nodes_behind,
-            })
+            Ok::<_, AuthorityError>(
+                v1::TlsState {
+                    cluster: authority.cluster().to_string(),
+                    trust_version: trust.version(),
+                    trusted_pins: pin_texts(&trust),
+                    issued: issued.collect(),
+                    nodes_behind,
+                    ..v1::TlsState::default()
+                }
+                .with_phase(authority.phase()),
+            )
         });
         state.await.map_err(|error| status(error.into()))
     }
@@ -172,8 +176,8 @@ impl ControllerTls for TlsApi {
     ) -> Result<Response<v1::TlsState>, Status> {
         let force = request.into_inner().force;
         let stepped = self.0.change(|authority| match authority.phase() {
-            Phase::Idle => authority.begin_roll_over(now()),
-            Phase::Distributing => {
+            RollOverPhase::Idle => authority.begin_roll_over(now()),
+            RollOverPhase::Distributing => {
                 // Under the same lock as the step: a node may enrol at any time.
                 let behind = self.0.behind(authority);
                 if !behind.is_empty() && !force {
@@ -184,11 +188,11 @@ impl ControllerTls for TlsApi {
                 }
                 authority.switch_signer()
             }
-            Phase::Reissuing => authority.finish_roll_over(force, now()),
+            RollOverPhase::Reissuing => authority.finish_roll_over(force, now()),
         });
         stepped.await.map_err(status)?;
         let state = self.state().await?;
-        tracing::warn!(phase = state.phase, "the CA is rolled over");
+        tracing::warn!(phase = state.shown_phase(), "the CA is rolled over");
         Ok(Response::new(state))
     }
 }

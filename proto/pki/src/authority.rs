@@ -11,6 +11,7 @@ use rcgen::{
 };
 use rustls::pki_types::{CertificateDer, UnixTime};
 use serde::{Deserialize, Serialize};
+use shorthorn_types::status::RollOverPhase;
 use thiserror::Error;
 use time::OffsetDateTime;
 
@@ -23,7 +24,6 @@ use crate::token::{JoinToken, StoredToken, TOKENS_MAX, TokenError, redeem};
 use crate::trust::{Pin, REVOKED_MAX, Trust, TrustError};
 use crate::{AUTHORITY_SECONDS, BACKDATED_SECONDS};
 
-pub use roll_over::Phase;
 use roll_over::RollOver;
 
 const FORMAT: u32 = 1;
@@ -120,7 +120,7 @@ pub enum AuthorityError {
     Expired,
     /// Another roll-over is under way.
     #[error("a roll-over is in phase {0}: continue it")]
-    RollOver(Phase),
+    RollOver(RollOverPhase),
     /// The phase cannot end.
     #[error("the roll-over cannot continue: {0}")]
     NotReady(String),

@@ -35,7 +35,7 @@ mod trust;
 mod verifiers;
 
 pub use access::{AccessLayer, RoleKind};
-pub use authority::{Authority, AuthorityError, Issued, Phase, Revoked};
+pub use authority::{Authority, AuthorityError, Issued, Revoked};
 pub use bundle::{Bundle, BundleError, Identity, chain_from_pem, chain_to_pem};
 pub use certificate::{Certificate, CertificateError};
 pub use connect::{ClientConnection, ConnectError, Connector};

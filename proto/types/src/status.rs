@@ -13,7 +13,7 @@ use crate::{Generation, Members, ReplicaId, ReplicaReport, View, VolumeName, gen
 
 pub use enums::{
     CheckOutcome, CurrentState, DataLocality, DataLocalityError, DesireState, Frontend, FrontendError,
-    Robustness, VolumeState,
+    Robustness, RollOverPhase, VolumeState,
 };
 
 /// The progress of an engine from its start to its service.

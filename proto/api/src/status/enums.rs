@@ -1,7 +1,7 @@
-//! The words of volumes, engines and replicas as enums of controller.proto.
+//! The words of volumes, engines, replicas and certificates as enums of the .proto files.
 
 use shorthorn_types::status::{
-    CheckOutcome, CurrentState, DataLocality, DesireState, Frontend, Robustness, VolumeState,
+    CheckOutcome, CurrentState, DataLocality, DesireState, Frontend, Robustness, RollOverPhase, VolumeState,
 };
 
 use crate::v1;
@@ -40,6 +40,7 @@ converts! {
     DesireState { Running, Stopped }
     CurrentState { Stopped, Starting, Running, Stopping, Error, Unknown }
     CheckOutcome { Passed, Warned, Failed }
+    RollOverPhase { Idle, Distributing, Reissuing }
 }
 
 /// Gives messages with such a field their typed accessors.
@@ -102,6 +103,9 @@ has_words! {
     }
     CheckFinding {
         outcome, outcome_word: CheckOutcome, known_outcome, shown_outcome, with_outcome;
+    }
+    TlsState {
+        phase, phase_word: RollOverPhase, known_phase, shown_phase, with_phase;
     }
 }
 

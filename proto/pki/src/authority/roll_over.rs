@@ -1,36 +1,14 @@
 //! Replacing the CA in phases, so that each certificate in use is trusted by everybody at each moment.
 
 use std::collections::BTreeMap;
-use std::fmt;
 
 use rustls::pki_types::UnixTime;
 use serde::{Deserialize, Serialize};
+use shorthorn_types::status::RollOverPhase;
 
 use super::{Authority, AuthorityError, Issued, Signer};
 use crate::role::Role;
 use crate::trust::Pin;
-
-/// The steps of a roll-over.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Phase {
-    /// The cluster has one CA.
-    Idle,
-    /// The new CA is added to trust lists; the old CA signs.
-    Distributing,
-    /// The new CA signs; certificates of the old one are replaced.
-    Reissuing,
-}
-
-impl fmt::Display for Phase {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Phase::Idle => "idle",
-            Phase::Distributing => "distributing",
-            Phase::Reissuing => "reissuing",
-        })
-    }
-}
 
 /// The CAs of a cluster: one, or two during a roll-over.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -56,11 +34,11 @@ impl RollOver {
 impl Authority {
     /// The step that the roll-over is in.
     #[must_use]
-    pub fn phase(&self) -> Phase {
+    pub fn phase(&self) -> RollOverPhase {
         match (&self.signers.next, &self.signers.previous) {
-            (Some(_), _) => Phase::Distributing,
-            (None, Some(_)) => Phase::Reissuing,
-            (None, None) => Phase::Idle,
+            (Some(_), _) => RollOverPhase::Distributing,
+            (None, Some(_)) => RollOverPhase::Reissuing,
+            (None, None) => RollOverPhase::Idle,
         }
     }
 
@@ -69,7 +47,7 @@ impl Authority {
     /// # Errors
     /// [`AuthorityError::RollOver`] while another roll-over is under way.
     pub fn begin_roll_over(&mut self, now: UnixTime) -> Result<(), AuthorityError> {
-        if self.phase() != Phase::Idle {
+        if self.phase() != RollOverPhase::Idle {
             return Err(AuthorityError::RollOver(self.phase()));
         }
         self.signers.next = Some(Signer::create(self.cluster(), now)?);
@@ -108,7 +86,7 @@ impl Authority {
     /// # Errors
     /// [`AuthorityError::NotReady`] names the certificates that are left.
     pub fn finish_roll_over(&mut self, force: bool, now: UnixTime) -> Result<(), AuthorityError> {
-        if self.phase() != Phase::Reissuing {
+        if self.phase() != RollOverPhase::Reissuing {
             return Err(AuthorityError::NotReady(format!("the phase is {}", self.phase())));
         }
         let left: Vec<Role> = self.left_of_old(now).into_iter().map(|issued| issued.role).collect();

@@ -1,8 +1,10 @@
 use std::time::Duration;
 
+use shorthorn_types::status::RollOverPhase;
+
 use super::*;
+use crate::LEAF_SECONDS;
 use crate::trust::Usage;
-use crate::{LEAF_SECONDS, Phase};
 
 fn at(seconds: u64) -> UnixTime {
     UnixTime::since_unix_epoch(Duration::from_secs(1_800_000_000 + seconds))
@@ -224,12 +226,12 @@ fn a_roll_over_never_leaves_a_certificate_that_is_not_trusted() {
         authority.trust().unwrap().verify(&identity.chain()[0], Usage::Server, None, at(10)).map(drop)
     };
     authority.begin_roll_over(at(1)).unwrap();
-    assert_eq!(authority.phase(), Phase::Distributing);
+    assert_eq!(authority.phase(), RollOverPhase::Distributing);
     assert!(authority.begin_roll_over(at(1)).is_err());
     assert_eq!(authority.pin().unwrap(), before, "the old CA signs until everybody trusts the new one");
     check(&authority, &old).unwrap();
     authority.switch_signer().unwrap();
-    assert_eq!(authority.phase(), Phase::Reissuing);
+    assert_eq!(authority.phase(), RollOverPhase::Reissuing);
     check(&authority, &old).unwrap();
     let left = authority.left_of_old(at(2));
     assert_eq!(left.len(), 1, "{left:?}");
@@ -237,7 +239,7 @@ fn a_roll_over_never_leaves_a_certificate_that_is_not_trusted() {
     assert!(error.contains("node/a"), "{error}");
     let new = authority.issue(&node("a"), at(3)).unwrap();
     authority.finish_roll_over(false, at(3)).unwrap();
-    assert_eq!(authority.phase(), Phase::Idle);
+    assert_eq!(authority.phase(), RollOverPhase::Idle);
     check(&authority, &new).unwrap();
     check(&authority, &old).unwrap_err();
     assert_ne!(authority.pin().unwrap(), before);

@@ -1,4 +1,5 @@
-//! The words of volumes, engines and replicas, for stored objects and for messages of the controller.
+//! The words of volumes, engines, replicas and certificates, for stored objects and for messages of the
+//! controller.
 
 use std::fmt;
 use std::str::FromStr;
@@ -73,6 +74,11 @@ has_words! {
         Passed => "passed",
         Warned => "warned",
         Failed => "failed",
+    }
+    RollOverPhase {
+        Idle => "idle",
+        Distributing => "distributing",
+        Reissuing => "reissuing",
     }
 }
 
@@ -211,4 +217,21 @@ pub enum CheckOutcome {
     Warned,
     /// A part of the setup does not work.
     Failed,
+}
+
+/// The steps of replacing the CA of a cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RollOverPhase {
+    /// The cluster has one CA.
+    Idle,
+    /// The new CA is added to trust lists; the old CA signs.
+    Distributing,
+    /// The new CA signs; certificates of the old one are replaced.
+    Reissuing,
+}
+
+impl fmt::Display for RollOverPhase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
 }
