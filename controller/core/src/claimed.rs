@@ -19,13 +19,43 @@ struct ClaimRecord {
     claim: Option<String>,
 }
 
+/// The phase of a PersistentVolume in Kubernetes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PersistentVolumePhase {
+    /// Not available yet; a phase of a later version of Kubernetes counts as this one.
+    #[default]
+    Pending,
+    /// No claim has it yet.
+    Available,
+    /// A claim has it.
+    Bound,
+    /// The claim that had it is deleted.
+    Released,
+    /// The claim that had it is deleted, and the driver could not delete the volume.
+    Failed,
+}
+
+impl PersistentVolumePhase {
+    /// Returns the phase with that word of Kubernetes.
+    #[must_use]
+    pub fn of_word(word: &str) -> PersistentVolumePhase {
+        match word {
+            "Available" => PersistentVolumePhase::Available,
+            "Bound" => PersistentVolumePhase::Bound,
+            "Released" => PersistentVolumePhase::Released,
+            "Failed" => PersistentVolumePhase::Failed,
+            _ => PersistentVolumePhase::Pending,
+        }
+    }
+}
+
 /// The relevant part of a PersistentVolume of Shorthorn's driver.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PersistentVolume {
     /// The volume that it provides.
     pub handle: String,
-    /// Available, Bound, Released, Failed, Pending.
-    pub phase: String,
+    /// The phase that Kubernetes reports.
+    pub phase: PersistentVolumePhase,
     /// True if the volume is to be deleted with it.
     pub deletes: bool,
     /// True if it is being deleted.
@@ -39,8 +69,8 @@ impl PersistentVolume {
     /// PersistentVolume is still there: once no claim has it, or when it is deleted unbound.
     #[must_use]
     pub fn keeps(&self) -> bool {
-        let is_free = matches!(self.phase.as_str(), "Released" | "Failed");
-        let is_dropped = self.is_deleting && self.phase != "Bound";
+        let is_free = matches!(self.phase, PersistentVolumePhase::Released | PersistentVolumePhase::Failed);
+        let is_dropped = self.is_deleting && self.phase != PersistentVolumePhase::Bound;
         !(self.deletes && (is_free || is_dropped))
     }
 }
@@ -150,7 +180,7 @@ mod tests {
     }
 
     fn found(handle: &str, phase: &str, deletes: bool, is_deleting: bool) -> PersistentVolume {
-        let (handle, phase) = (handle.to_owned(), phase.to_owned());
+        let (handle, phase) = (handle.to_owned(), PersistentVolumePhase::of_word(phase));
         let claim = Some(format!("shop/{handle}"));
         PersistentVolume { handle, phase, deletes, is_deleting, claim }
     }
@@ -158,7 +188,7 @@ mod tests {
     #[test]
     fn a_persistent_volume_keeps_its_volume_until_its_driver_is_asked_to_delete_it() {
         let keeps = |phase: &str, deletes, is_deleting| found("v", phase, deletes, is_deleting).keeps();
-        for phase in ["Pending", "Available", "Bound"] {
+        for phase in ["Pending", "Available", "Bound", "Levitating", ""] {
             assert!(keeps(phase, true, false) && keeps(phase, false, false), "{phase}");
         }
         assert!(keeps("Bound", true, true), "a claim has it");

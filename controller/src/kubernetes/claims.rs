@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::PersistentVolume as KubePersistentVolume;
 use kube::{Api, Client};
-use shorthorn_controller_core::claimed::{self, Claims, PersistentVolume};
+use shorthorn_controller_core::claimed::{self, Claims, PersistentVolume, PersistentVolumePhase};
 use shorthorn_controller_core::objects::{Kind, Volume};
 use shorthorn_controller_core::requests::RequestError;
 use shorthorn_csi::DRIVER_NAME;
@@ -32,14 +32,14 @@ pub async fn record_claims(client: Client, store: Arc<dyn Store>, first: oneshot
 fn ours(found: &KubePersistentVolume) -> Option<PersistentVolume> {
     let spec = found.spec.as_ref()?;
     let source = spec.csi.as_ref().filter(|source| source.driver == DRIVER_NAME)?;
-    let phase = found.status.as_ref().and_then(|status| status.phase.clone());
+    let phase = found.status.as_ref().and_then(|status| status.phase.as_deref());
     let claim = spec
         .claim_ref
         .as_ref()
         .and_then(|claim| Some(format!("{}/{}", claim.namespace.as_deref()?, claim.name.as_deref()?)));
     Some(PersistentVolume {
         handle: source.volume_handle.clone(),
-        phase: phase.unwrap_or_default(),
+        phase: phase.map(PersistentVolumePhase::of_word).unwrap_or_default(),
         deletes: spec.persistent_volume_reclaim_policy.as_deref() == Some("Delete"),
         is_deleting: found.metadata.deletion_timestamp.is_some(),
         claim,
@@ -187,7 +187,7 @@ mod tests {
         store.put(volume.into()).await.unwrap();
         let bound = |volume: &str| PersistentVolume {
             handle: volume.to_owned(),
-            phase: "Bound".to_owned(),
+            phase: PersistentVolumePhase::Bound,
             ..PersistentVolume::default()
         };
         let kept = [("pvc-1", "v"), ("pvc-2", "w")].map(|(name, volume)| (name.to_owned(), bound(volume)));
