@@ -15,6 +15,7 @@ use shorthorn_api::v1::instance_event::Type;
 use shorthorn_api::v1::node_client::NodeClient;
 use shorthorn_api::v1::{self, InstanceKind, InstanceState};
 use shorthorn_testkit::nbd::Nbd;
+use shorthorn_types::status::Frontend;
 use tempfile::TempDir;
 use tonic::Code;
 use tonic::transport::Channel;
@@ -204,7 +205,12 @@ async fn a_volume_from_start_to_deletion() {
     let (_agent, mut client) = node.start().await;
     let info = client.get_node(v1::GetNodeRequest {}).await.unwrap().into_inner();
     assert_eq!(info.name, "n1");
-    assert!(info.frontends.iter().any(|frontend| frontend.name == "socket" && frontend.usable), "{info:?}");
+    assert!(
+        info.frontends
+            .iter()
+            .any(|frontend| frontend.known_frontend() == Some(Frontend::Socket) && frontend.usable),
+        "{info:?}"
+    );
     let engine = start_volume(&node.disk(), "socket", &mut client).await;
     let mut nbd = Nbd::connect(&endpoint(&engine), "v1").unwrap();
     nbd.write(0, &[5; 4096]).unwrap();

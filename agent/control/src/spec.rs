@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use shorthorn_types::status::{Frontend, FrontendError};
 use shorthorn_types::{Members, ReplicaId, Secret, View, VolumeName};
 use thiserror::Error;
 
@@ -191,6 +192,21 @@ pub enum FrontendChoice {
     Iscsi,
     /// NBD on a Unix socket.
     Socket,
+}
+
+impl TryFrom<Frontend> for FrontendChoice {
+    type Error = FrontendError;
+
+    fn try_from(frontend: Frontend) -> Result<FrontendChoice, FrontendError> {
+        Ok(match frontend {
+            Frontend::Auto => FrontendChoice::Auto,
+            Frontend::Ublk => FrontendChoice::Ublk,
+            Frontend::Nbd => FrontendChoice::Nbd,
+            Frontend::Iscsi => FrontendChoice::Iscsi,
+            Frontend::Socket => FrontendChoice::Socket,
+            Frontend::Unknown => return Err(FrontendError::unknown(frontend.as_str())),
+        })
+    }
 }
 
 /// The reason why a spec file cannot be used.

@@ -253,7 +253,7 @@ impl Start<'_> {
         let (volume, live_ms) = (&self.spec.volume, self.begin.elapsed().as_millis());
         tracing::info!(%volume, endpoint = %endpoint.display(), opened_ms, prepared_ms, live_ms, "serving");
         publish(self.publisher, |engine| {
-            engine.frontend = Some(record.kind.to_string());
+            engine.frontend = Some(record.kind.into());
             engine.endpoint = Some(endpoint);
             engine.device = device.number().map(|number| number.to_string());
             engine.size_bytes = device.size_bytes();

@@ -3,6 +3,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use shorthorn_types::VolumeName;
+use shorthorn_types::status::Frontend;
 
 use crate::QueueFrontend;
 use shorthorn_types::DeviceNumber;
@@ -21,14 +22,20 @@ pub enum FrontendKind {
     Socket,
 }
 
+impl From<FrontendKind> for Frontend {
+    fn from(kind: FrontendKind) -> Frontend {
+        match kind {
+            FrontendKind::Ublk => Frontend::Ublk,
+            FrontendKind::Nbd => Frontend::Nbd,
+            FrontendKind::Iscsi => Frontend::Iscsi,
+            FrontendKind::Socket => Frontend::Socket,
+        }
+    }
+}
+
 impl std::fmt::Display for FrontendKind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            FrontendKind::Ublk => "ublk",
-            FrontendKind::Nbd => "nbd",
-            FrontendKind::Iscsi => "iscsi",
-            FrontendKind::Socket => "socket",
-        })
+        f.write_str(Frontend::from(*self).as_str())
     }
 }
 

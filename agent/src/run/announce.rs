@@ -21,7 +21,7 @@ pub struct Ready {
     /// All processes of the volume.
     pub pids: Pids,
     /// socket, ublk, nbd or iscsi.
-    pub frontend: String,
+    pub frontend: &'static str,
     /// Size of the volume.
     pub size_bytes: u64,
     /// Number of the attachment and of the engine's start.

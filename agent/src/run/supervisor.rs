@@ -8,6 +8,7 @@ use shorthorn_control::{
     EngineSpec, FrontendChoice, ProcessCommand, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Status, Unknown,
     load_spec, store_spec, update_spec,
 };
+use shorthorn_types::status::Frontend;
 use shorthorn_types::{Members, ReplicaId};
 
 use crate::cli::RunArgs;
@@ -173,11 +174,12 @@ impl Supervisor {
             return Ok(());
         }
         let Some(Status::Engine(status)) = &engine.status else { return Ok(()) };
-        let (frontend, endpoint) = (status.frontend.clone().unwrap_or_default(), status.endpoint.clone());
-        let socket = endpoint.clone().filter(|_| frontend == "socket");
+        let (frontend, endpoint) = (status.frontend, status.endpoint.clone());
+        let is_socket = frontend == Some(Frontend::Socket);
+        let socket = endpoint.clone().filter(|_| is_socket);
         let name = self.volume.file().name.clone();
         let ready = Ready {
-            device: endpoint.filter(|_| frontend != "socket"),
+            device: endpoint.filter(|_| !is_socket),
             uri: socket.as_deref().map(|socket| nbd_uri(&name, socket)),
             socket,
             pids: Pids {
@@ -185,7 +187,7 @@ impl Supervisor {
                 engine: engine.pid(),
                 replicas: replicas.iter().filter_map(Process::pid).collect(),
             },
-            frontend,
+            frontend: frontend.map(Frontend::as_str).unwrap_or_default(),
             size_bytes: status.size_bytes,
             generation: status.generation.to_string(),
             replicas: replicas.iter().filter_map(|replica| self.ready_replica(replica)).collect(),

@@ -8,6 +8,7 @@ use shorthorn_api::v1::node_server::Node;
 use shorthorn_api::{CLUSTER_HEADER, ViewError, level, v1};
 use shorthorn_control::ScrubCommand;
 use shorthorn_frontend::probe::FrontendReport;
+use shorthorn_types::status::Frontend;
 use shorthorn_types::{ReplicaId, VolumeName};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio_stream::Stream;
@@ -68,10 +69,9 @@ fn dead_mounts(driver: &DriverState) -> Vec<v1::DeadMount> {
 #[tonic::async_trait]
 impl Node for NodeService {
     async fn get_node(&self, _: Request<v1::GetNodeRequest>) -> Answer<v1::NodeInfo> {
-        let frontend = |report: FrontendReport| v1::FrontendInfo {
-            name: report.kind.to_string(),
-            usable: report.usable,
-            reason: report.reason,
+        let frontend = |FrontendReport { kind, usable, reason }| {
+            let info = v1::FrontendInfo { usable, reason, ..v1::FrontendInfo::default() };
+            info.with_frontend(Frontend::from(kind))
         };
         let reports = self.frontends.get().await?;
         let (device_dir, disks) = (self.config.device_dir.clone(), self.disks.paths());

@@ -46,7 +46,7 @@ pub fn engine(attach: u64, replicas: &[v1::Instance], frontend: &str) -> v1::Sta
         size_bytes: SIZE,
         attach,
         replicas: replicas.iter().map(address).collect(),
-        frontend: frontend.into(),
+        frontend_word: frontend.into(),
         secret: vec![7; 32],
         ..v1::StartEngineRequest::default()
     }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use shorthorn_types::status::CheckOutcome;
+use shorthorn_types::status::{CheckOutcome, Frontend};
 
 use crate::left_out::LeftOut;
 use crate::objects::{ConditionType, Key, Node, Robustness, Volume};
@@ -12,8 +12,6 @@ use crate::{ClusterState, NodeName};
 
 /// The most findings of one check that are listed; more are counted in the last one.
 const FINDINGS_MAX: usize = 20;
-/// The frontend that makes no device.
-const SOCKET: &str = "socket";
 
 /// The result of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -207,7 +205,7 @@ impl<'a> Doctor<'a> {
 
     fn frontends(&self) -> Vec<SetupFinding> {
         let without = |(name, info): (&str, &AgentInfo)| {
-            let mut devices = info.frontends.iter().filter(|frontend| frontend.name != SOCKET);
+            let mut devices = info.frontends.iter().filter(|frontend| frontend.name != Frontend::Socket);
             if devices.clone().any(|frontend| frontend.usable) {
                 return None;
             }

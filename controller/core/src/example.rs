@@ -7,8 +7,8 @@ use shorthorn_types::{Generation, ReplicaId, VolumeName};
 
 use crate::objects::{
     ConditionType, Conditions, CurrentState, DataState, DesireState, DiskSpec, Engine, EnginePhase, Finding,
-    FrontendStatus, MemberMode, MemberRecord, Metadata, Node, NodeSpec, NodeStatus, Replica, ReplicaSpec,
-    ReplicaStatus, Robustness, Secret, Volume, VolumeState,
+    Frontend, FrontendStatus, MemberMode, MemberRecord, Metadata, Node, NodeSpec, NodeStatus, Replica,
+    ReplicaSpec, ReplicaStatus, Robustness, Secret, Volume, VolumeState,
 };
 use crate::observed::{
     AgentInfo, AgentLink, Agents, Detail, EngineStatus, Instance, InstanceKey, InstanceState, ObservedAgent,
@@ -92,7 +92,7 @@ impl Example {
         self.cluster.insert(Node { metadata: Metadata::new(node, now()), spec, status }.into());
         let mut agent = ObservedAgent::new("http://agent", now());
         agent.link = AgentLink::Synced;
-        let ublk = FrontendStatus { name: "ublk".to_owned(), usable: true, reason: String::new() };
+        let ublk = FrontendStatus { name: Frontend::Ublk, usable: true, reason: String::new() };
         agent.info = Some(AgentInfo {
             name: node.to_owned(),
             version: VERSION.to_owned(),

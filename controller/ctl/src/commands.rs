@@ -2,6 +2,7 @@ use std::time::Duration;
 
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
+use shorthorn_types::status::Frontend;
 use tonic::transport::Channel;
 
 use super::args::{
@@ -210,11 +211,12 @@ impl Session {
     }
 
     async fn create(&mut self, args: CreateArgs) -> Result<String, CtlError> {
-        let request = limited(v1::CreateVolumeRequest {
+        let frontend: Result<Frontend, _> = args.frontend.parse();
+        let frontend = frontend.map_err(|error| CtlError::Refused(error.to_string()))?;
+        let request = v1::CreateVolumeRequest {
             name: args.name,
             size_bytes: args.size,
             number_of_replicas: args.replicas,
-            frontend: args.frontend,
             replica_soft_anti_affinity: args.soft_anti_affinity,
             replica_zone_soft_anti_affinity: Some(!args.hard_zone_anti_affinity),
             replica_disk_soft_anti_affinity: Some(!args.hard_disk_anti_affinity),
@@ -223,7 +225,9 @@ impl Session {
             data_locality: args.data_locality,
             verify_reads: args.verify_reads,
             encrypt_in_transit: args.encrypt_in_transit,
-        });
+            ..v1::CreateVolumeRequest::default()
+        };
+        let request = limited(request.with_frontend(frontend));
         let volume = self.client.create_volume(request).await.map_err(self.error())?.into_inner();
         if args.encrypt_in_transit && !volume.encrypt_in_transit {
             let name = volume.name;

@@ -256,13 +256,14 @@ impl From<v1::Engine> for EngineOutput {
     fn from(engine: v1::Engine) -> EngineOutput {
         let phase = engine.known_phase().map_or("", EnginePhase::as_str);
         let view = engine.shown_view();
+        let frontend = engine.shown_frontend().to_owned();
         EngineOutput {
             desire_state: engine.shown_desire_state().to_owned(),
             current_state: engine.shown_current_state().to_owned(),
             node_id: engine.node,
             phase,
             view,
-            frontend: engine.frontend,
+            frontend,
             message: engine.message,
             needs_upgrade: engine.needs_upgrade,
         }

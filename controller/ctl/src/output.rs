@@ -4,7 +4,7 @@ use std::io::Write;
 
 use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
-use shorthorn_api::v1;
+use shorthorn_api::{nonempty, v1};
 use shorthorn_types::status::{CopyStatus, MemberMode, VolumeState};
 use shorthorn_types::{Generation, HumanBytes};
 
@@ -203,6 +203,7 @@ pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlEr
     let granted = volume.shown_granted();
     let engine = volume.engine.unwrap_or_default();
     let view = engine.shown_view();
+    let in_use = nonempty(engine.shown_frontend().to_owned());
     for (name, value) in [
         ("Name", volume.name),
         ("Size", size),
@@ -211,7 +212,7 @@ pub(super) fn volume(format: Format, volume: v1::Volume) -> Result<String, CtlEr
         ("Wanted on", dash(volume.node)),
         ("Node", dash(volume.current_node)),
         ("Device", dash(volume.endpoint)),
-        ("Frontend", if engine.frontend.is_empty() { frontend } else { engine.frontend }),
+        ("Frontend", in_use.unwrap_or(frontend)),
         ("Attachment", volume.attach.to_string()),
         ("View", dash(view)),
         ("Created", volume.created),

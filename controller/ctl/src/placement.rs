@@ -138,7 +138,7 @@ pub(super) fn node(format: Format, mut detail: v1::NodeDetail) -> Result<String,
     for frontend in &detail.frontends {
         let state =
             if frontend.usable { "usable".to_owned() } else { format!("not usable: {}", frontend.reason) };
-        text.push_str(&format!("\nFrontend {}: {state}", frontend.name));
+        text.push_str(&format!("\nFrontend {}: {state}", frontend.shown_frontend()));
     }
     for condition in &node.conditions {
         let state = if condition.status { "yes" } else { "no" };
@@ -158,9 +158,10 @@ pub(super) fn node(format: Format, mut detail: v1::NodeDetail) -> Result<String,
 }
 
 fn node_output(node: v1::NodeObject, detail: v1::NodeDetail) -> NodeDetailOutput {
-    let frontend = |found: v1::FrontendInfo| {
-        let v1::FrontendInfo { name, usable, reason } = found;
-        FrontendOutput { name, usable, reason }
+    let frontend = |found: v1::FrontendInfo| FrontendOutput {
+        name: found.shown_frontend().to_owned(),
+        usable: found.usable,
+        reason: found.reason,
     };
     NodeDetailOutput {
         node,
@@ -199,6 +200,8 @@ fn node_facts(node: &v1::NodeObject, detail: &v1::NodeDetail) -> String {
 
 #[cfg(test)]
 mod tests {
+    use shorthorn_types::status::Frontend;
+
     use super::*;
 
     #[test]
@@ -229,11 +232,10 @@ mod tests {
                 allow_scheduling: true,
                 ..v1::NodeObject::default()
             }),
-            frontends: vec![v1::FrontendInfo {
-                name: "ublk".to_owned(),
-                usable: false,
-                reason: "no module".to_owned(),
-            }],
+            frontends: vec![
+                v1::FrontendInfo { reason: "no module".to_owned(), ..v1::FrontendInfo::default() }
+                    .with_frontend(Frontend::Ublk),
+            ],
             warnings: vec!["a manager runs here".to_owned()],
             attached: vec!["v".to_owned()],
             max_volumes: 8,

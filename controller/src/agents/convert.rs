@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use shorthorn_api::{level, nonempty, nonzero, report, v1};
-use shorthorn_controller_core::objects::{FrontendStatus, RebuildLimits};
+use shorthorn_controller_core::objects::{Frontend, FrontendStatus, RebuildLimits};
 use shorthorn_controller_core::observed::{
     AgentInfo, DeadMount, Detail, Instance, InstanceKey, InstanceKind, InstanceState, ObservedDisk,
     ObservedEngine, ObservedReplica,
@@ -16,7 +16,7 @@ use shorthorn_types::{ReplicaId, VolumeName};
 
 pub(super) fn info(info: v1::NodeInfo) -> AgentInfo {
     let frontends = info.frontends.into_iter().map(|frontend| FrontendStatus {
-        name: frontend.name,
+        name: frontend.known_frontend().unwrap_or(Frontend::Unknown),
         usable: frontend.usable,
         reason: frontend.reason,
     });
@@ -189,7 +189,6 @@ fn start_engine(start: &StartEngine) -> v1::StartEngineRequest {
         size_bytes: start.size_bytes,
         attach: start.attach,
         replicas: addresses(&start.replicas),
-        frontend: start.frontend.to_string(),
         secret: start.secret.bytes().to_vec(),
         granted: start.granted.as_deref().map(Into::into),
         rebuild: Some(of_limits(start.rebuild)),
@@ -197,7 +196,9 @@ fn start_engine(start: &StartEngine) -> v1::StartEngineRequest {
         continues: start.continues.unwrap_or_default(),
         verify_reads: start.verify_reads,
         encrypt_in_transit: start.encrypt_in_transit,
+        ..v1::StartEngineRequest::default()
     }
+    .with_frontend(start.frontend)
 }
 
 pub(super) fn message(call: &AgentCall) -> Message {
@@ -345,7 +346,7 @@ fn replica_address(id: ReplicaId, target: &ReplicaTarget) -> v1::ReplicaAddress 
 
 #[cfg(test)]
 mod tests {
-    use shorthorn_controller_core::objects::{EnginePhase, Frontend, MemberMode, SECRET_BYTES, Secret};
+    use shorthorn_controller_core::objects::{EnginePhase, MemberMode, SECRET_BYTES, Secret};
 
     use super::*;
 

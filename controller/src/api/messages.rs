@@ -99,13 +99,13 @@ fn conditions(conditions: &Conditions) -> Vec<v1::Condition> {
 fn engine(engine: &Engine) -> v1::Engine {
     v1::Engine {
         node: text(engine.spec.node_id.as_ref()),
-        frontend: engine.status.frontend.clone().unwrap_or_default(),
         message: engine.status.message.clone(),
         needs_upgrade: engine.status.needs_upgrade,
         ..v1::Engine::default()
     }
     .with_desire_state(engine.spec.desire_state)
     .with_current_state(engine.status.current_state)
+    .with_frontend(engine.status.frontend)
     .with_phase(engine.status.phase)
     .with_view(engine.status.view)
 }
@@ -158,7 +158,7 @@ pub(super) fn node(cluster: &ClusterState, agents: &Agents, node: &Node) -> v1::
         eviction_requested: node.spec.eviction_requested,
         tags: texts(&node.spec.tags),
         zone: node.zone().map(ToString::to_string).unwrap_or_default(),
-        frontends: usable.map(|frontend| frontend.name.clone()).collect(),
+        frontends: usable.map(|frontend| frontend.name.to_string()).collect(),
         deleting: node.metadata.is_deleting(),
         machine_cordoned: node.is_machine_cordoned(),
     }

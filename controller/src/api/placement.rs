@@ -39,10 +39,10 @@ impl Api {
         let node = requests::find_node(&cluster, name).map_err(|error| status::of_request(&error))?;
         let agent = NodeName::new(name).ok().and_then(|name| agents.get(&name));
         let info = agent.and_then(|agent| agent.info.as_ref());
-        let frontends = node.status.frontends.iter().map(|frontend| v1::FrontendInfo {
-            name: frontend.name.clone(),
-            usable: frontend.usable,
-            reason: frontend.reason.clone(),
+        let frontends = node.status.frontends.iter().map(|frontend| {
+            let (usable, reason) = (frontend.usable, frontend.reason.clone());
+            let info = v1::FrontendInfo { usable, reason, ..v1::FrontendInfo::default() };
+            info.with_frontend(frontend.name)
         });
         let here = cluster.replicas.values().filter(|replica| replica.spec.node_id.as_str() == name);
         Ok(v1::NodeDetail {

@@ -143,11 +143,13 @@ impl Controller for Api {
         let request = request.into_inner();
         let secret = new_secret()
             .map_err(|error| Status::unavailable(format!("no random numbers for the secret: {error}")))?;
+        let chosen = request.chosen_frontend();
+        let frontend = chosen.map_err(|error| status::of_request(&error.into()))?;
         let wanted = CreateVolume {
             name: request.name.clone(),
             size_bytes: request.size_bytes,
             number_of_replicas: request.number_of_replicas,
-            frontend: request.frontend,
+            frontend,
             replica_soft_anti_affinity: request.replica_soft_anti_affinity,
             replica_zone_hard_anti_affinity: !request.replica_zone_soft_anti_affinity.unwrap_or(true),
             replica_disk_hard_anti_affinity: !request.replica_disk_soft_anti_affinity.unwrap_or(true),

@@ -1,8 +1,8 @@
 //! The conversion of each status type to its message and back.
 //!
-//! Phases, modes, generations and views were texts in release 0.1.0. Their messages and enums have numbers of
-//! their own: this release writes both, and reads the text if the other is absent. A number of a later
-//! version never makes a status invalid.
+//! Phases, modes, generations, views and frontends were texts in release 0.1.0. Their messages and enums have
+//! numbers of their own: this release writes both, and reads the text if the other is absent. A number of a
+//! later version never makes a status invalid.
 
 mod enums;
 
@@ -415,7 +415,6 @@ impl From<&EngineStatus> for v1::EngineStatus {
             generation: Some(status.generation.into()),
             generation_text: status.generation.to_string(),
             members: status.members.iter().map(Into::into).collect(),
-            frontend: status.frontend.clone().unwrap_or_default(),
             endpoint: path.unwrap_or_default(),
             size_bytes: status.size_bytes,
             attach: status.generation.attach,
@@ -431,6 +430,7 @@ impl From<&EngineStatus> for v1::EngineStatus {
         }
         .with_phase(status.phase)
         .with_view(status.view)
+        .with_frontend(status.frontend)
     }
 }
 
@@ -441,6 +441,7 @@ impl v1::EngineStatus {
     #[must_use]
     pub fn reported(self) -> Option<EngineStatus> {
         let (phase, generation, view) = (self.known_phase()?, self.known_generation()?, self.known_view());
+        let frontend = self.known_frontend();
         let members = self.members.into_iter().filter_map(|member| MemberStatus::try_from(member).ok());
         Some(EngineStatus {
             volume: self.volume.parse().ok()?,
@@ -451,7 +452,7 @@ impl v1::EngineStatus {
             generation,
             view,
             members: members.collect(),
-            frontend: nonempty(self.frontend),
+            frontend,
             endpoint: nonempty(self.endpoint).map(Into::into),
             device: nonempty(self.device),
             size_bytes: self.size_bytes,

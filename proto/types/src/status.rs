@@ -215,8 +215,8 @@ pub struct EngineStatus {
     pub view: Option<View>,
     /// Every replica that it was given.
     pub members: Vec<MemberStatus>,
-    /// ublk, nbd, iscsi or socket, once it is chosen.
-    pub frontend: Option<String>,
+    /// The frontend in use, once it is chosen; never [`Frontend::Auto`].
+    pub frontend: Option<Frontend>,
     /// The path `/dev/longhorn/<volume>`, or that of the socket, once it exists.
     pub endpoint: Option<PathBuf>,
     /// The number of the device that this process serves, like 259:3; none of a socket.

@@ -44,13 +44,14 @@ impl Spec {
             return Err(NodeError::Invalid("attach is 0: the first attachment has number 1".into()));
         }
         let secret = secret(&request.secret)?;
+        let frontend = frontend(&request)?;
         Ok(Spec::Engine(EngineSpec {
             state_file: paths.engine_state(&volume, &secret),
             volume,
             size_bytes: volume_size(request.size_bytes)?,
             attach: request.attach,
             replicas: endpoints(request.replicas)?,
-            frontend: frontend(&request.frontend)?,
+            frontend,
             secret,
             control_socket: paths.control(&id)?,
             frontend_socket: paths.data(&id)?,
@@ -279,13 +280,7 @@ fn secret(bytes: &[u8]) -> Result<Secret, NodeError> {
     bytes.map(Secret::new).map_err(|_| NodeError::Invalid("the secret must have 32 bytes".into()))
 }
 
-fn frontend(name: &str) -> Result<FrontendChoice, NodeError> {
-    match name {
-        "" | "auto" => Ok(FrontendChoice::Auto),
-        "ublk" => Ok(FrontendChoice::Ublk),
-        "nbd" => Ok(FrontendChoice::Nbd),
-        "iscsi" => Ok(FrontendChoice::Iscsi),
-        "socket" => Ok(FrontendChoice::Socket),
-        _ => Err(NodeError::Invalid(format!("frontend {name:?}: use auto, ublk, nbd, iscsi or socket"))),
-    }
+fn frontend(request: &v1::StartEngineRequest) -> Result<FrontendChoice, NodeError> {
+    let choice = request.chosen_frontend().and_then(FrontendChoice::try_from);
+    choice.map_err(|error| NodeError::Invalid(error.to_string()))
 }

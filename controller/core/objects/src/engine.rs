@@ -88,9 +88,9 @@ pub struct EngineStatus {
     #[schemars(with = "String")]
     pub view: Option<View>,
     /// The frontend that it chose.
-    #[serde(default, with = "super::optional::text")]
+    #[serde(default, with = "super::optional::frontend")]
     #[schemars(with = "String")]
-    pub frontend: Option<String>,
+    pub frontend: Option<Frontend>,
     /// The device, or the socket.
     #[serde(default, with = "super::optional::text")]
     #[schemars(with = "String")]
@@ -181,7 +181,7 @@ impl EngineStatus {
             phase: Some(reported.phase),
             generation: Some(reported.generation),
             view: reported.view,
-            frontend: reported.frontend.clone(),
+            frontend: reported.frontend,
             endpoint: reported.endpoint.as_ref().map(|path| path.display().to_string()),
             replica_mode_map: reported.members.iter().map(|member| (member.replica, member.into())).collect(),
             lost_writes: reported.lost_writes,

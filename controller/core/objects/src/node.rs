@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{Conditions, Metadata};
+use super::{Conditions, Frontend, Metadata};
 use crate::{Label, Labels, Timestamp, schema};
 
 /// The number of steps in which the free space of a disk is stored. Each step is a write of the node, and
@@ -129,7 +129,9 @@ pub struct NodeStatus {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct FrontendStatus {
     /// ublk, nbd, iscsi, socket
-    pub name: String,
+    #[serde(deserialize_with = "super::unknown_words::word")]
+    #[schemars(with = "String")]
+    pub name: Frontend,
     /// True if the frontend works there.
     pub usable: bool,
     /// The reason why it does not work.

@@ -68,3 +68,24 @@ pub(super) mod phase {
         Ok(EnginePhase::of_word(&String::deserialize(deserializer)?))
     }
 }
+
+/// The frontend of an engine as its word. An unknown word is a frontend of a later version.
+pub(super) mod frontend {
+    use shorthorn_types::status::Frontend;
+
+    use super::*;
+
+    pub(in super::super) fn serialize<S: Serializer>(
+        frontend: &Option<Frontend>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(frontend.map(Frontend::as_str).unwrap_or_default())
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Frontend>, D::Error> {
+        let word = String::deserialize(deserializer)?;
+        Ok((!word.is_empty()).then(|| Frontend::of_word(&word).unwrap_or(Frontend::Unknown)))
+    }
+}

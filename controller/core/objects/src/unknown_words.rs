@@ -131,11 +131,13 @@ mod tests {
                 ("/status/currentState", word.clone()),
                 ("/status/replicaModeMap/8rqh2w91/mode", word.clone()),
                 ("/status/phase", word.clone()),
+                ("/status/frontend", word.clone()),
                 ("/status/generation", word.clone()),
                 ("/status/view", word.clone()),
             ],
         );
         assert_eq!(engine.status.phase, Some(EnginePhase::Unknown));
+        assert_eq!(engine.status.frontend, Some(Frontend::Unknown));
         assert_eq!((engine.status.generation, engine.status.view), (None, None), "they are observed again");
         assert_eq!(engine.spec.desire_state, DesireState::Running);
         assert!(!engine.status.replica_mode_map.values().any(|member| member.mode == MemberMode::Member));
@@ -151,7 +153,19 @@ mod tests {
             (replica.status.data, replica.status.current_state),
             (DataState::Present, CurrentState::Unknown)
         );
-        let _: Node = changed("Node", &[("/spec/levitation", json!(1)), ("/status/levitation", json!(1))]);
+    }
+
+    #[test]
+    fn a_node_with_a_frontend_of_a_later_version_is_read() {
+        let node: Node = changed(
+            "Node",
+            &[
+                ("/spec/levitation", json!(1)),
+                ("/status/levitation", json!(1)),
+                ("/status/frontends", json!([{ "name": "levitating", "usable": true }])),
+            ],
+        );
+        assert_eq!(node.status.frontends[0].name, Frontend::Unknown);
     }
 
     #[test]

@@ -235,7 +235,7 @@ fn take(volume: &mut CreateVolume, key: &str, value: &str) -> Result<(), Paramet
         "diskSelector" => volume.disk_selector = list(value),
         "verifyReads" => volume.verify_reads = switch(key, value, false)?,
         "encryptInTransit" => volume.encrypt_in_transit = switch(key, value, false)?,
-        "frontend" => volume.frontend = frontend(key, value)?.to_string(),
+        "frontend" => volume.frontend = frontend(key, value)?,
         // Sidecars take it for csi.storage.k8s.io/fstype, and hand it on: it is in the capabilities.
         _ if key.eq_ignore_ascii_case("fsType") => {
             if !matches!(value, "" | "ext4" | "xfs") {
@@ -343,13 +343,13 @@ mod tests {
         assert!(volume.replica_zone_hard_anti_affinity && volume.replica_disk_hard_anti_affinity);
         assert_eq!(volume.node_selector, ["fast", "big"]);
         assert_eq!(volume.disk_selector, ["ssd"]);
-        assert_eq!(volume.frontend, "nbd");
+        assert_eq!(volume.frontend, Frontend::Nbd);
         let ignored =
             ["replicaSoftAntiAffinity", "replicaZoneSoftAntiAffinity", "replicaDiskSoftAntiAffinity"];
         let default = of(&ignored.map(|key| (key, "ignored"))).unwrap();
         assert!(!default.replica_soft_anti_affinity && !default.replica_zone_hard_anti_affinity);
         assert!(!default.replica_disk_hard_anti_affinity);
-        assert_eq!(of(&[("frontend", "blockdev")]).unwrap().frontend, "auto");
+        assert_eq!(of(&[("frontend", "blockdev")]).unwrap().frontend, Frontend::Auto);
     }
 
     #[test]

@@ -1,8 +1,8 @@
 use super::*;
 use crate::left_out::LeftOut;
 use crate::objects::{
-    ConditionType, Conditions, CurrentState, DesireState, Engine, EngineSpec, EngineStatus, Finding, Key,
-    Kind, Metadata, Node, NodeSpec, NodeStatus, SECRET_BYTES, Secret, Volume, VolumeState,
+    ConditionType, Conditions, CurrentState, DesireState, Engine, EngineSpec, EngineStatus, Finding,
+    Frontend, Key, Kind, Metadata, Node, NodeSpec, NodeStatus, SECRET_BYTES, Secret, Volume, VolumeState,
 };
 use crate::requests::{self, Change, CreateVolume, RequestError};
 use crate::{ClusterState, NodeName, Timestamp};
@@ -203,7 +203,7 @@ fn a_volume_without_a_device_cannot_be_published() {
     let plain = CreateVolume {
         name: "v".into(),
         size_bytes: 4096,
-        frontend: "socket".into(),
+        frontend: Frontend::Socket,
         ..CreateVolume::default()
     };
     cluster.insert(stored(plain.apply(&cluster, secret(), now()).unwrap()).into());

@@ -71,8 +71,7 @@ fn stop_ownerless(context: &Context<'_>, node: &NodeName, decision: &mut Decisio
         let Detail::Engine(shown) = &instance.detail else { return None };
         let is_known = cluster.engines.contains_key(&key.name) || cluster.volumes.contains_key(&key.name);
         let may_have_clients = shown.reported.as_ref().is_some_and(|status| {
-            status.frontend.as_deref() == Some(Frontend::Socket.as_str())
-                && status.phase == EnginePhase::Serving
+            status.frontend == Some(Frontend::Socket) && status.phase == EnginePhase::Serving
         });
         // Without a number the call would stop any engine of the name.
         (!is_known && !may_have_clients && cluster.unknown_of(&key.name).is_none())

@@ -19,8 +19,8 @@ pub struct CreateVolume {
     pub size_bytes: u64,
     /// 0 takes the default.
     pub number_of_replicas: u32,
-    /// Empty takes auto.
-    pub frontend: String,
+    /// The choice of the frontend.
+    pub frontend: Frontend,
     /// True if several replicas may be on one node.
     pub replica_soft_anti_affinity: bool,
     /// True if all replicas must be in zones of their own; else they are if possible.
@@ -79,8 +79,6 @@ impl CreateVolume {
 
     fn into_spec(self, secret: Secret) -> Result<VolumeSpec, RequestError> {
         let volume_name = VolumeName::new(&self.name)?;
-        let frontend: Frontend =
-            if self.frontend.is_empty() { Frontend::Auto } else { self.frontend.parse()? };
         let data_locality: DataLocality = if self.data_locality.is_empty() {
             DataLocality::Disabled
         } else {
@@ -96,7 +94,7 @@ impl CreateVolume {
             volume_name,
             size: self.size_bytes,
             number_of_replicas,
-            frontend,
+            frontend: self.frontend.chosen()?,
             node_id: None,
             replica_soft_anti_affinity: self.replica_soft_anti_affinity,
             replica_zone_soft_anti_affinity: !self.replica_zone_hard_anti_affinity,

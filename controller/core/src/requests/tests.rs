@@ -58,7 +58,7 @@ fn invalid_requests_for_volumes_are_refused() {
         assert_eq!(refused(CreateVolume { size_bytes, ..wanted("v") }), RequestError::Size(size_bytes));
     }
     assert_eq!(refused(CreateVolume { number_of_replicas: 9, ..wanted("v") }), RequestError::Replicas(9));
-    let frontend = CreateVolume { frontend: "scsi".to_owned(), ..wanted("v") };
+    let frontend = CreateVolume { frontend: Frontend::Unknown, ..wanted("v") };
     assert!(matches!(refused(frontend), RequestError::Frontend(_)));
 }
 

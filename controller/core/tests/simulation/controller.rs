@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use shorthorn_controller_core::objects::{FrontendStatus, Key};
+use shorthorn_controller_core::objects::{Frontend, FrontendStatus, Key};
 use shorthorn_controller_core::observed::{AgentInfo, AgentLink, Agents, ObservedAgent, ObservedDisk};
 use shorthorn_controller_core::{Action, NodeName, Timestamp};
 
@@ -36,7 +36,7 @@ impl Controller {
             version: "1".to_owned(),
             zone: String::new(),
             data_address: "10.0.0.1".to_owned(),
-            frontends: vec![FrontendStatus { name: "ublk".to_owned(), usable: true, reason: String::new() }],
+            frontends: vec![FrontendStatus { name: Frontend::Ublk, usable: true, reason: String::new() }],
             max_volumes: 0,
             feature_level: 0,
             dead_mounts: Vec::new(),

@@ -3,7 +3,7 @@
 use shorthorn_api::v1;
 use shorthorn_api::v1::instance_event::Type;
 use shorthorn_api::v1::node_server::Node;
-use shorthorn_types::status::{EnginePhase, MemberMode};
+use shorthorn_types::status::{EnginePhase, Frontend, MemberMode};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
@@ -25,11 +25,10 @@ impl Node for FakeAgent {
             warnings: Vec::new(),
             feature_level: shorthorn_api::level::NEWEST,
             dead_mounts: Vec::new(),
-            frontends: vec![v1::FrontendInfo {
-                name: "ublk".to_owned(),
-                usable: true,
-                reason: String::new(),
-            }],
+            frontends: vec![
+                v1::FrontendInfo { usable: true, ..v1::FrontendInfo::default() }
+                    .with_frontend(Frontend::Ublk),
+            ],
         }))
     }
 
@@ -136,13 +135,13 @@ impl Node for FakeAgent {
                 members: request.replicas.iter().map(|replica| replica.replica_id.clone()).collect(),
             }),
             members: request.replicas.iter().map(member).collect(),
-            frontend: "ublk".to_owned(),
             endpoint: format!("/dev/longhorn/{}", request.volume),
             size_bytes: request.size_bytes,
             attach: request.attach,
             ..v1::EngineStatus::default()
         }
-        .with_phase(EnginePhase::Serving);
+        .with_phase(EnginePhase::Serving)
+        .with_frontend(Frontend::Ublk);
         let instance = v1::Instance {
             kind: v1::InstanceKind::Engine.into(),
             name: request.volume,

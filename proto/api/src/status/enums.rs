@@ -1,7 +1,8 @@
 //! The words of volumes, engines, replicas and certificates as enums of the .proto files.
 
 use shorthorn_types::status::{
-    CheckOutcome, CurrentState, DataLocality, DesireState, Frontend, Robustness, RollOverPhase, VolumeState,
+    CheckOutcome, CurrentState, DataLocality, DesireState, Frontend, FrontendError, Robustness,
+    RollOverPhase, VolumeState,
 };
 
 use crate::v1;
@@ -66,11 +67,12 @@ macro_rules! has_words {
                     }
                 }
 
-                /// Returns the message with that value.
+                /// Returns the message with that value; without one if it is none.
                 #[must_use]
-                pub fn $with(mut self, value: $kind) -> Self {
-                    self.$field = v1::$kind::from(value).into();
-                    self.$word = value.as_str().to_owned();
+                pub fn $with(mut self, value: impl Into<Option<$kind>>) -> Self {
+                    let value = value.into();
+                    self.$field = value.map_or(v1::$kind::Unspecified, v1::$kind::from).into();
+                    self.$word = value.map($kind::as_str).unwrap_or_default().to_owned();
                     self
                 }
             )*
@@ -86,7 +88,20 @@ has_words! {
         data_locality, data_locality_word: DataLocality,
             known_data_locality, shown_data_locality, with_data_locality;
     }
+    EngineStatus {
+        frontend, frontend_word: Frontend, known_frontend, shown_frontend, with_frontend;
+    }
+    FrontendInfo {
+        frontend, frontend_word: Frontend, known_frontend, shown_frontend, with_frontend;
+    }
+    StartEngineRequest {
+        frontend, frontend_word: Frontend, known_frontend, shown_frontend, with_frontend;
+    }
+    CreateVolumeRequest {
+        frontend, frontend_word: Frontend, known_frontend, shown_frontend, with_frontend;
+    }
     Engine {
+        frontend, frontend_word: Frontend, known_frontend, shown_frontend, with_frontend;
         desire_state, desire_state_word: DesireState,
             known_desire_state, shown_desire_state, with_desire_state;
         current_state, current_state_word: CurrentState,
@@ -108,6 +123,26 @@ has_words! {
         phase, phase_word: RollOverPhase, known_phase, shown_phase, with_phase;
     }
 }
+
+/// Gives requests with a choice of the frontend their typed accessor.
+macro_rules! chooses_frontend {
+    ($($request:ident),*) => {$(
+        impl v1::$request {
+            /// Returns the chosen frontend; `auto` if the request names none.
+            ///
+            /// # Errors
+            /// The frontend is unknown, such as one of a later version.
+            pub fn chosen_frontend(&self) -> Result<Frontend, FrontendError> {
+                match (self.known_frontend(), self.shown_frontend()) {
+                    (Some(frontend), _) => frontend.chosen(),
+                    (None, "") => Ok(Frontend::Auto),
+                    (None, word) => word.parse(),
+                }
+            }
+        }
+    )*};
+}
+chooses_frontend!(StartEngineRequest, CreateVolumeRequest);
 
 #[cfg(test)]
 mod tests {
@@ -135,6 +170,20 @@ mod tests {
         desire_state: String,
         #[prost(string, tag = "7")]
         current_state: String,
+    }
+
+    /// The frontend of release 0.1.0: field 5 of a request to start an engine.
+    #[derive(Clone, PartialEq, Message)]
+    struct FirstStart {
+        #[prost(string, tag = "5")]
+        frontend: String,
+    }
+
+    /// The frontend of release 0.1.0: field 6 of the status of an engine and of the engine of a volume.
+    #[derive(Clone, PartialEq, Message)]
+    struct FirstEngine {
+        #[prost(string, tag = "6")]
+        frontend: String,
     }
 
     fn sent<T: Message + Default>(message: &impl Message) -> T {
@@ -177,6 +226,33 @@ mod tests {
         let read: v1::Replica = sent(&old);
         assert_eq!(read.known_desire_state(), Some(DesireState::Running));
         assert_eq!(read.known_current_state(), Some(CurrentState::Error));
+    }
+
+    #[test]
+    fn frontends_read_back_in_both_releases() {
+        let start = v1::StartEngineRequest::default().with_frontend(Frontend::Iscsi);
+        let old: FirstStart = sent(&start);
+        assert_eq!(old.frontend, "iscsi");
+        assert_eq!(sent::<v1::StartEngineRequest>(&old).chosen_frontend(), Ok(Frontend::Iscsi));
+        let old: FirstEngine = sent(&v1::EngineStatus::default().with_frontend(Frontend::Socket));
+        assert_eq!(old.frontend, "socket");
+        assert_eq!(sent::<v1::EngineStatus>(&old).known_frontend(), Some(Frontend::Socket));
+        assert_eq!(sent::<v1::Engine>(&old).known_frontend(), Some(Frontend::Socket));
+        let none = v1::EngineStatus::default().with_frontend(None);
+        assert_eq!((none.known_frontend(), none.shown_frontend()), (None, ""));
+    }
+
+    #[test]
+    fn a_frontend_of_a_later_version_is_refused_and_no_frontend_is_auto() {
+        let chosen = |frontend, word: &str| {
+            let frontend_word = word.to_owned();
+            v1::StartEngineRequest { frontend, frontend_word, ..Default::default() }.chosen_frontend()
+        };
+        assert_eq!((chosen(0, ""), chosen(0, "nbd")), (Ok(Frontend::Auto), Ok(Frontend::Nbd)));
+        assert_eq!(chosen(v1::Frontend::Ublk.into(), ""), Ok(Frontend::Ublk));
+        let refused = [chosen(0, "nvmf"), chosen(99, "nvmf"), chosen(99, ""), chosen(0, "unknown")];
+        assert!(refused.iter().all(Result::is_err), "{refused:?}");
+        assert!(refused[1].as_ref().unwrap_err().to_string().contains("nvmf"));
     }
 
     #[test]

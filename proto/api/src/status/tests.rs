@@ -1,5 +1,6 @@
 use prost::Message;
 use shorthorn_types::VolumeName;
+use shorthorn_types::status::Frontend;
 
 use super::*;
 
@@ -130,7 +131,7 @@ fn engine() -> EngineStatus {
         generation: view().id.generation,
         view: Some(view()),
         members: MemberMode::ALL.into_iter().zip(1..).map(|(mode, number)| member(number, mode)).collect(),
-        frontend: Some("nbd".to_owned()),
+        frontend: Some(Frontend::Nbd),
         endpoint: Some("/dev/longhorn/v1".into()),
         device: Some("43:0".to_owned()),
         size_bytes: 4096,

@@ -132,7 +132,18 @@ pub enum Frontend {
     /// NBD on a Unix socket, no kernel device.
     Socket,
     /// The frontend is one of a later version: no engine can be started.
+    #[serde(other)]
     Unknown,
+}
+
+impl Frontend {
+    /// Returns the frontend if an owner can choose it.
+    ///
+    /// # Errors
+    /// The frontend is one of a later version.
+    pub fn chosen(self) -> Result<Frontend, FrontendError> {
+        if self == Frontend::Unknown { Err(FrontendError::unknown(self.as_str())) } else { Ok(self) }
+    }
 }
 
 /// The rule for a replica on the node of the engine.
@@ -163,12 +174,18 @@ impl FromStr for DataLocality {
 #[error("unknown frontend {0:?}: use auto, ublk, nbd, iscsi or socket")]
 pub struct FrontendError(String);
 
+impl FrontendError {
+    /// Returns the error for a word that no owner can choose.
+    #[must_use]
+    pub fn unknown(word: &str) -> FrontendError {
+        FrontendError(word.chars().take(80).collect())
+    }
+}
+
 impl FromStr for Frontend {
     type Err = FrontendError;
     fn from_str(text: &str) -> Result<Frontend, FrontendError> {
-        Frontend::of_word(text)
-            .filter(|frontend| *frontend != Frontend::Unknown)
-            .ok_or_else(|| FrontendError(text.chars().take(80).collect()))
+        Frontend::of_word(text).ok_or_else(|| FrontendError::unknown(text))?.chosen()
     }
 }
 

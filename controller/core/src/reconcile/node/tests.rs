@@ -118,7 +118,7 @@ fn an_engine_of_a_deleted_volume_is_stopped_when_its_node_is_back() {
         assert_eq!(of_volume(&calls(&unknown).0), None, "{key} cannot be used");
     }
     let socket = |phase| {
-        let frontend = Some("socket".to_owned());
+        let frontend = Some(Frontend::Socket);
         ObservedEngine::of(1, EngineStatus { frontend, ..status_of_engine(1, phase) })
     };
     example.engine_says(socket(EnginePhase::Serving));

@@ -1,6 +1,6 @@
 use shorthorn_controller_core::objects::{
     ConditionType, Conditions, CurrentState, DataState, DesireState, Discovered, DiskSpec, DiskStatus,
-    Display, EnginePhase, EngineSpec, EngineStatus, ExpansionStatus, Finding, FrontendStatus, MemberMode,
+    Display, EnginePhase, EngineSpec, EngineStatus, ExpansionStatus, Finding, Frontend, FrontendStatus, MemberMode,
     MemberRecord, NodeSpec, NodeStatus, RebuildLimits, ReplicaSpec, ReplicaStatus, Salvage, VolumeSpec,
     VolumeStatus,
 };
@@ -128,7 +128,7 @@ fn full_engine() -> Engine {
             phase: Some(EnginePhase::Serving),
             generation: "4.1".parse().ok(),
             view: "4.1/1 of {00000001, 00000002}".parse().ok(),
-            frontend: Some("ublk".to_owned()),
+            frontend: Some(Frontend::Ublk),
             endpoint: Some("/dev/x".to_owned()),
             replica_mode_map: [(id(), member)].into(),
             message: "m".to_owned(),
@@ -203,7 +203,7 @@ fn full_node() -> Node {
             version: "1".to_owned(),
             data_address: "10.0.0.1".to_owned(),
             zone: Some("y".parse().unwrap()),
-            frontends: vec![FrontendStatus { name: "ublk".to_owned(), usable: true, reason: "r".to_owned() }],
+            frontends: vec![FrontendStatus { name: Frontend::Ublk, usable: true, reason: "r".to_owned() }],
             free_space: "f".to_owned(),
             disk_status: [("/d".to_owned(), disk)].into(),
         },
