@@ -60,7 +60,7 @@ pub struct Opened {
     /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].
     pub stamp: u32,
     /// The newest stamp that each replica outside the view was sent.
-    pub out_of_sync_stamps: Vec<u32>,
+    pub out_of_sync_stamps: Vec<Option<u32>>,
     /// The run of the process of each replica that was reached.
     pub runs: Vec<Option<u64>>,
     /// A new size that was requested meanwhile.

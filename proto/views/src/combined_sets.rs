@@ -36,8 +36,8 @@ pub struct CombinedSets {
     pub stamp: Option<u32>,
     /// For each replica of the spec: its out-of-sync set.
     pub out_of_sync: Vec<RegionSet>,
-    /// For each replica of the spec: the newest stamp that it was sent; 0 if no member keeps its set.
-    pub stamps: Vec<u32>,
+    /// For each replica of the spec: the newest stamp that it was sent; none if no member keeps its set.
+    pub stamps: Vec<Option<u32>>,
     /// For each replica of the spec: true if its out-of-sync set has every region that it lacks.
     pub is_complete: Vec<bool>,
 }
@@ -48,7 +48,7 @@ impl CombinedSets {
     /// replica was sent.
     #[must_use]
     pub fn first_stamp(&self, reached: impl IntoIterator<Item = Option<u32>>) -> u32 {
-        let others = || reached.into_iter().flatten().chain(self.stamps.iter().copied()).max();
+        let others = || reached.into_iter().flatten().chain(self.stamps.iter().flatten().copied()).max();
         self.stamp.unwrap_or_else(|| others().unwrap_or(0).saturating_add(2))
     }
 }
@@ -62,7 +62,7 @@ pub fn combine_sets(kept: &[KeptSets], replicas: usize, regions: u32) -> Combine
         sources: Vec::new(),
         stamp: kept.iter().filter_map(|member| member.stamp).max(),
         out_of_sync: vec![RegionSet::empty(regions); replicas],
-        stamps: vec![0; replicas],
+        stamps: vec![None; replicas],
         is_complete: vec![!kept.is_empty(); replicas],
     };
     for member in kept {
@@ -71,7 +71,7 @@ pub fn combine_sets(kept: &[KeptSets], replicas: usize, regions: u32) -> Combine
             match out_of_sync_set {
                 Some(out_of_sync_set) => {
                     all.out_of_sync[replica].insert_all(&out_of_sync_set.out_of_sync);
-                    all.stamps[replica] = all.stamps[replica].max(out_of_sync_set.stamp);
+                    all.stamps[replica] = all.stamps[replica].max(Some(out_of_sync_set.stamp));
                 }
                 None => all.is_complete[replica] = false,
             }
@@ -150,7 +150,7 @@ mod tests {
         assert_eq!(all.dirty, set(&[1, 2]));
         assert_eq!(all.out_of_sync, [set(&[]), set(&[4, 5]), set(&[6])]);
         assert_eq!(all.is_complete, [false, true, false]);
-        assert_eq!((all.stamp, &all.stamps[..]), (Some(8), &[0, 4, 2][..]));
+        assert_eq!((all.stamp, &all.stamps[..]), (Some(8), &[None, Some(4), Some(2)][..]));
         let unknown = KeptSets { stamp: None, ..two.clone() };
         assert_eq!(combine_sets(&[one, unknown.clone()], 3, 10).stamp, Some(7));
         let none = combine_sets(&[unknown], 3, 10);

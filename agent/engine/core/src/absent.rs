@@ -31,15 +31,15 @@ struct Absent {
     covered: RegionSet,
     /// The region from which the search for the next region to copy continues.
     cursor: u32,
-    /// The newest stamp that the engine sent to it. If its disk has lost that stamp, it misses more regions
-    /// than `out_of_sync`.
-    stamp: u32,
+    /// The newest stamp that the engine sent to it; none if that is not known. If its disk has lost that
+    /// stamp, it misses more regions than `out_of_sync`.
+    stamp: Option<u32>,
 }
 
 impl Absent {
     fn new(regions: u32, stamp: u32) -> Absent {
         let empty = || RegionSet::empty(regions);
-        Absent { out_of_sync: empty(), copied: empty(), covered: empty(), cursor: 0, stamp }
+        Absent { out_of_sync: empty(), copied: empty(), covered: empty(), cursor: 0, stamp: Some(stamp) }
     }
 
     /// Grows the sets with the volume. If its regions become larger, one may be copied in part: it does not
@@ -95,7 +95,7 @@ impl AbsentReplicas {
 
     /// Adds the out-of-sync set that the members have kept since an earlier engine for `peer`, which is
     /// counted.
-    pub fn take_over(&mut self, peer: PeerIndex, out_of_sync: &RegionSet, stamp: u32) {
+    pub fn take_over(&mut self, peer: PeerIndex, out_of_sync: &RegionSet, stamp: Option<u32>) {
         if let Some(absent) = self.get_mut(peer) {
             absent.out_of_sync.insert_all(out_of_sync);
             absent.stamp = stamp;
@@ -130,16 +130,16 @@ impl AbsentReplicas {
         self.get(peer).map(|absent| &absent.out_of_sync)
     }
 
-    /// Returns the newest stamp that was sent to `peer`; 0 if that is not known.
-    pub fn stamp_of(&self, peer: PeerIndex) -> u32 {
-        self.get(peer).map_or(0, |absent| absent.stamp)
+    /// Returns the newest stamp that was sent to `peer`; none if that is not known.
+    pub fn stamp_of(&self, peer: PeerIndex) -> Option<u32> {
+        self.get(peer)?.stamp
     }
 
     /// Records `stamp` as the newest stamp that was sent to the replicas in `peers`.
     pub fn stamped(&mut self, peers: PeerMask, stamp: u32) {
         for peer in peers.iter() {
             if let Some(absent) = self.get_mut(peer) {
-                absent.stamp = absent.stamp.max(stamp);
+                absent.stamp = absent.stamp.max(Some(stamp));
             }
         }
     }
@@ -312,14 +312,14 @@ mod tests {
     fn a_replica_that_is_not_counted_has_no_set() {
         let mut absent = counted(&[1]);
         assert!(absent.is_counted(PEER) && !absent.is_counted(1));
-        assert_eq!((absent.out_of_sync(1), absent.stamp_of(1), absent.stamp_of(PEER)), (None, 0, 4));
+        assert_eq!((absent.out_of_sync(1), absent.stamp_of(1), absent.stamp_of(PEER)), (None, None, Some(4)));
         assert_eq!(absent.count_modification(&(3..4), PeerMask::one(1)), PeerMask::NONE);
         absent.stop_counting(PEER);
         assert!(!absent.is_counted(PEER) && !absent.is_up_to_date(PEER));
         absent.count(PEER, &set(&[5]), 6);
         assert_eq!(
             (out_of_sync(&absent), absent.stamp_of(PEER)),
-            (vec![5], 6),
+            (vec![5], Some(6)),
             "another one, from the start"
         );
     }

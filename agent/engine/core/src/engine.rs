@@ -112,7 +112,7 @@ impl EngineCore {
             if self.membership.state(peer) != PeerState::Member {
                 self.count(peer);
                 if let Some(out_of_sync) = config.out_of_sync.get(usize::from(peer)) {
-                    let stamp = config.out_of_sync_stamps.get(usize::from(peer)).copied().unwrap_or(0);
+                    let stamp = config.out_of_sync_stamps.get(usize::from(peer)).copied().flatten();
                     self.absent.take_over(peer, out_of_sync, stamp);
                 }
             }
@@ -398,11 +398,11 @@ impl EngineCore {
         self.clearing.stamp()
     }
 
-    /// Returns the newest stamp that was sent to `peer`, which is not in the view; 0 if that is not known. If
-    /// its disk has lost that stamp, it misses more regions than are counted: see
+    /// Returns the newest stamp that was sent to `peer`, which is not in the view; none if that is not known.
+    /// If its disk has lost that stamp, it misses more regions than are counted: see
     /// [`shorthorn_types::is_current`].
     #[must_use]
-    pub fn stamp_of(&self, peer: PeerIndex) -> u32 {
+    pub fn stamp_of(&self, peer: PeerIndex) -> Option<u32> {
         self.absent.stamp_of(peer)
     }
 

@@ -41,7 +41,7 @@ pub struct CoreConfig {
     pub stamp: u32,
     /// For each of `peers`: the newest stamp that it was sent before it left. The values of members are
     /// ignored.
-    pub out_of_sync_stamps: Vec<u32>,
+    pub out_of_sync_stamps: Vec<Option<u32>>,
     /// The number of slots that queue 0 has beyond `depth`, for copies and checks, with a buffer of
     /// [`MAX_IO_BYTES`](shorthorn_types::limits::MAX_IO_BYTES) each. At least two; the last one is reserved
     /// for copies that failed requests wait for.

@@ -142,7 +142,8 @@ fn next_set(
         let (Some(replica), Some(out_of_sync)) = (membership.replica(peer), absent.out_of_sync(peer)) else {
             continue;
         };
-        let stamp = absent.stamp_of(peer);
+        // In a message 0 is an unknown stamp.
+        let stamp = absent.stamp_of(peer).unwrap_or(0);
         let Some(start) = from.take() else {
             let step = RebuildStep::SendingSets { absent: peer, from: Some(0) };
             return Some((step, mark(replica, Vec::new(), stamp)));

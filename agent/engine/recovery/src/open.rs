@@ -87,8 +87,8 @@ pub struct Opened<C> {
     pub is_out_of_sync_complete: Vec<bool>,
     /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].
     pub stamp: u32,
-    /// The newest stamp that each replica outside the view was sent.
-    pub out_of_sync_stamps: Vec<u32>,
+    /// For every replica that is not a member: the newest stamp that it was sent, if that is known.
+    pub out_of_sync_stamps: Vec<Option<u32>>,
     /// The run of the process of each replica that was reached.
     pub runs: Vec<Option<u64>>,
 }

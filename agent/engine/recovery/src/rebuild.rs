@@ -174,11 +174,9 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
     /// it left.
     fn was_restored(&self, peer: &KnownPeer, welcome: &Welcome) -> Result<bool, RebuildError<Error<C>>> {
         let sent = self.look(|core| core.stamp_of(self.me))?;
-        let is_restored = peer.is_complete && !welcome.rebuilding && !is_current(welcome.stamp, sent);
-        if is_restored {
-            self.rebuild_task.report_restored(welcome.stamp, sent);
-        }
-        Ok(is_restored)
+        let is_counted = peer.is_complete && !welcome.rebuilding;
+        let lost = sent.filter(|sent| is_counted && !is_current(welcome.stamp, *sent));
+        Ok(lost.inspect(|sent| self.rebuild_task.report_restored(welcome.stamp, *sent)).is_some())
     }
 
     /// Sends the replica the current view, and the pending one to store. If too few of the others are left,
@@ -529,7 +527,7 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
         regions: Regions,
     ) -> Result<(), RebuildError<Error<C>>> {
         let found = self.engine.find(replica);
-        let stamp = found.map_or(Ok(0), |(index, _)| self.look(|core| core.stamp_of(index)))?;
+        let stamp = found.map_or(Ok(None), |(at, _)| self.look(|core| core.stamp_of(at)))?.unwrap_or(0);
         for tracker in trackers {
             for runs in pages(out_of_sync) {
                 let (of, size_bytes) = (RegionsOf::OutOfSync(replica), regions.size_bytes());

@@ -47,7 +47,7 @@ impl EngineCore {
     /// Returns true if a rebuilding replica receives a full copy whose next stamps were not sent yet: see
     /// [`EngineCore::start_full_copy`].
     fn has_copies_without_stamps(&self) -> bool {
-        let lacks_stamp = |peer| self.absent.stamp_of(peer) > self.clearing.stamp();
+        let lacks_stamp = |peer| self.absent.stamp_of(peer) > Some(self.clearing.stamp());
         self.clearing.is_enabled() && self.membership.rebuilding().iter().any(lacks_stamp)
     }
 
