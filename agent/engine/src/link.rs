@@ -353,7 +353,7 @@ impl QueueLink {
         let peer = self.peer;
         if header.id & ID_KIND == ID_PING {
             events.push(match header.outcome() {
-                Ok(()) => Event::Pong { peer, queue: self.queue, free_mib: header.data_check },
+                Ok(()) => Event::Pong { peer, queue: self.queue, free_mib: header.free_mib() },
                 Err(errno) => Event::PingFailed { peer, queue: self.queue, errno },
             });
             return Ok(());

@@ -183,8 +183,8 @@ pub struct Header {
     pub length_bytes: u32,
     /// Errno of a response; 0 is success. In a request for one layer its number, 0 in others.
     pub status: i32,
-    /// The CRC-32C of the data behind the header, 0 without data. In the answer to a PING: the free space of
-    /// the replica's disk in MiB, 0 if it is not known.
+    /// The CRC-32C of the data behind the header, 0 without data. In the answer to a PING: see
+    /// [`Header::free_mib`].
     pub data_check: u32,
 }
 
@@ -254,6 +254,22 @@ impl Header {
     #[must_use]
     pub const fn request(opcode: Opcode, id: u64, offset_bytes: u64, length_bytes: u32) -> Header {
         Header { opcode, flags: Flags::NONE, id, offset_bytes, length_bytes, status: 0, data_check: 0 }
+    }
+
+    /// Returns the free space of the replica's disk in MiB, from the answer to a PING; none if it is unknown.
+    /// A disk with less than 1 MiB counts as unknown, because both have 0 in the frame.
+    #[must_use]
+    pub const fn free_mib(&self) -> Option<u32> {
+        match self.data_check {
+            0 => None,
+            free_mib => Some(free_mib),
+        }
+    }
+
+    /// Returns the answer to a PING with the free space of the replica's disk, if it is known.
+    #[must_use]
+    pub fn with_free_mib(self, free_mib: Option<u32>) -> Header {
+        Header { data_check: free_mib.unwrap_or(0), ..self }
     }
 
     /// Returns the response to this request: success or an errno, with no data or text behind it.

@@ -216,7 +216,7 @@ impl Simulation {
         match number & ID_KIND {
             ID_PING => {
                 let event = match answer {
-                    Answer::Pong { free_mib } => Event::Pong { peer, queue, free_mib },
+                    Answer::Pong { free_mib } => Event::Pong { peer, queue, free_mib: Some(free_mib) },
                     answer => {
                         self.count("error: ping");
                         let errno = if let Answer::Error(errno) = answer { errno } else { Errno::IO };

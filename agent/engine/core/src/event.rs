@@ -121,8 +121,8 @@ pub enum Event {
         peer: PeerIndex,
         /// The queue of the connection.
         queue: u16,
-        /// The free space of the replica's disk, in MiB; 0 if it is unknown.
-        free_mib: u32,
+        /// The free space of the replica's disk, in MiB; none if it is unknown.
+        free_mib: Option<u32>,
     },
     /// A replica has answered a PING with an error: it has failed for good, and answers every request with an
     /// error.

@@ -77,14 +77,14 @@ impl Space {
     }
 
     /// Records the answer of `peer` to the PING of `pinged_at_ms`. Returns false if it is too old to count.
-    pub fn ponged(&mut self, peer: PeerIndex, pinged_at_ms: Option<u64>, free_mib: u32) -> bool {
+    pub fn ponged(&mut self, peer: PeerIndex, pinged_at_ms: Option<u64>, free_mib: Option<u32>) -> bool {
         if pinged_at_ms.is_none_or(|at_ms| at_ms <= self.since_ms) {
             return false;
         }
         let peer = PeerMask::one(peer);
         self.known = self.known.with(peer);
-        self.has_room =
-            if free_mib >= ROOM_MIB { self.has_room.with(peer) } else { self.has_room.without(peer) };
+        let has_room = free_mib.is_some_and(|free_mib| free_mib >= ROOM_MIB);
+        self.has_room = if has_room { self.has_room.with(peer) } else { self.has_room.without(peer) };
         true
     }
 
@@ -169,17 +169,17 @@ mod tests {
         let is_first = space.wait(id(0), WRITE, 1000) && !space.wait(id(1), WRITE, 2000);
         assert!(is_first, "the members are asked once");
         let full = PeerMask::one(0);
-        assert!(!space.ponged(1, Some(1000), 100), "that PING may be older than the failure");
-        assert!(!space.ponged(1, None, 100));
-        assert!(space.ponged(1, Some(1001), ROOM_MIB));
+        assert!(!space.ponged(1, Some(1000), Some(100)), "that PING may be older than the failure");
+        assert!(!space.ponged(1, None, Some(100)));
+        assert!(space.ponged(1, Some(1001), Some(ROOM_MIB)));
         assert_eq!(
             no_space_action(&space, WRITE, full, 1000),
             NoSpaceAction::Wait,
             "the third has not answered"
         );
-        assert!(space.ponged(2, Some(1001), ROOM_MIB));
+        assert!(space.ponged(2, Some(1001), Some(ROOM_MIB)));
         assert_eq!(no_space_action(&space, WRITE, full, 1000), NoSpaceAction::Drop);
-        assert!(space.ponged(2, Some(1002), ROOM_MIB - 1));
+        assert!(space.ponged(2, Some(1002), Some(ROOM_MIB - 1)));
         assert_eq!(
             no_space_action(&space, WRITE, full, 1000),
             NoSpaceAction::Fail,
@@ -207,7 +207,7 @@ mod tests {
     fn answers_are_forgotten_when_no_request_waits_any_more() {
         let mut space = Space::new(4);
         space.wait(id(0), WRITE, 1000);
-        [1, 2].into_iter().for_each(|peer| assert!(space.ponged(peer, Some(1500), 100)));
+        [1, 2].into_iter().for_each(|peer| assert!(space.ponged(peer, Some(1500), Some(100))));
         assert_eq!(space.remove_first(|_, waiting| waiting.id == id(1)), None);
         assert_eq!(space.remove_first(|_, waiting| waiting.id == id(0)), Some(id(0)));
         assert!(!space.is_awaited() && space.wait(id(2), WRITE, 2000));
@@ -222,7 +222,7 @@ mod tests {
         space.wait(id(1), Operation::Discard, 60_000);
         space.remove_first(|_, waiting| waiting.id == id(0));
         assert!(space.wait(id(2), WRITE, 61_000), "the members are asked now");
-        assert!(!space.ponged(1, Some(60_999), 100), "that answer is about an earlier time");
+        assert!(!space.ponged(1, Some(60_999), Some(100)), "that answer is about an earlier time");
         space.wait(id(3), WRITE, 62_000);
         assert_eq!([1, 2].map(|at| space.get(at).unwrap().since_ms), [61_000, 62_000]);
         (0..3).for_each(|_| space.remove(0));

@@ -168,7 +168,7 @@ fn answer_to(output: &Output) -> Option<(PeerIndex, Event)> {
         }
         Output::Propose { peer, view, .. } => (*peer, Event::ViewStored { peer: *peer, view: view.id }),
         Output::Mark { peer, mark, .. } => (*peer, Event::Marked { peer: *peer, mark: *mark }),
-        Output::Ping { peer, queue } => (*peer, Event::Pong { peer: *peer, queue: *queue, free_mib: 1000 }),
+        Output::Ping { peer, queue } => (*peer, Event::Pong { peer: *peer, queue: *queue, free_mib: Some(1000) }),
         _ => return None,
     })
 }

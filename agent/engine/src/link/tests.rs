@@ -177,7 +177,7 @@ fn a_ping_answered_with_an_error_is_reported_as_failed() {
         let said = bench.frame(&Header { data_check: 77, ..request.response(outcome) }, &[]);
         bench.say(&said);
         let reported = match outcome {
-            Ok(()) => Event::Pong { peer: 1, queue: 0, free_mib: 77 },
+            Ok(()) => Event::Pong { peer: 1, queue: 0, free_mib: Some(77) },
             Err(errno) => Event::PingFailed { peer: 1, queue: 0, errno },
         };
         assert_eq!(bench.events, [reported]);

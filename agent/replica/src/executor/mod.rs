@@ -314,9 +314,9 @@ impl Executor {
         self.store.fd(file).as_raw_fd()
     }
 
-    /// Returns the free space of the disk in MiB; 0 if the file system does not report it. The disk is
+    /// Returns the free space of the disk in MiB; none if the file system does not report it. The disk is
     /// queried once a second, or after a request has found no space: a PING must not wait for it.
-    pub fn free_mib(&mut self) -> u32 {
+    pub fn free_mib(&mut self) -> Option<u32> {
         self.free_space.mib(Instant::now(), || self.store.free_bytes())
     }
 

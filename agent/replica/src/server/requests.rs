@@ -207,7 +207,7 @@ impl Server {
             }
         }
         if header.opcode == Opcode::Ping && outcome.is_ok() {
-            response.data_check = self.executor.free_mib();
+            response = response.with_free_mib(self.executor.free_mib());
         }
         if header.opcode.is_control() {
             response.length_bytes = 0;

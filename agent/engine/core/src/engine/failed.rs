@@ -48,7 +48,12 @@ impl EngineCore {
     }
 
     /// Handles the answer of `peer` to the PING of `pinged_at_ms`, with the space of its disk.
-    pub(super) fn record_free_space(&mut self, peer: PeerIndex, pinged_at_ms: Option<u64>, free_mib: u32) {
+    pub(super) fn record_free_space(
+        &mut self,
+        peer: PeerIndex,
+        pinged_at_ms: Option<u64>,
+        free_mib: Option<u32>,
+    ) {
         if !self.space.is_awaited() {
             return;
         }

@@ -165,7 +165,7 @@ fn answer_to(output: &Output) -> Option<(PeerIndex, Event)> {
         Output::Send { peer, slot, .. } => Event::Reply { peer: *peer, slot: *slot, outcome: Ok(()) },
         Output::Propose { peer, view, .. } => Event::ViewStored { peer: *peer, view: view.id },
         Output::Mark { peer, mark, .. } => Event::Marked { peer: *peer, mark: *mark },
-        Output::Ping { peer, queue } => Event::Pong { peer: *peer, queue: *queue, free_mib: 1000 },
+        Output::Ping { peer, queue } => Event::Pong { peer: *peer, queue: *queue, free_mib: Some(1000) },
         _ => return None,
     };
     match &event {

@@ -233,7 +233,7 @@ impl SimulatedVolume {
             Output::Commit { peer, view } => (peer, SentRequest::Commit { view: *view }),
             Output::Mark { peer, mark, change } => (peer, SentRequest::Mark { mark, change }),
             Output::Complete { slot, outcome } => return self.completed(slot, outcome),
-            Output::Ping { peer, queue } => return self.apply(Event::Pong { peer, queue, free_mib: 1000 }),
+            Output::Ping { peer, queue } => return self.apply(Event::Pong { peer, queue, free_mib: Some(1000) }),
             Output::AskGrant { view, .. } => {
                 self.granting = Some(*view);
                 return;

@@ -535,6 +535,6 @@ fn regions_stay_dirty_if_the_clearing_interval_is_zero() {
 /// Answers PING over every connection.
 fn pong(bench: &mut Bench, peer: PeerIndex) {
     for queue in 0..2 {
-        bench.apply(Event::Pong { peer, queue, free_mib: 0 });
+        bench.apply(Event::Pong { peer, queue, free_mib: None });
     }
 }

@@ -100,9 +100,9 @@ fn members_without_space_leave_one_after_another() {
 fn no_member_leaves_if_the_others_lack_space_to_store_the_view() {
     let (mut bench, _) = torn(WRITE, &[1]);
     bench.tick(50);
-    let out = bench.apply(Event::Pong { peer: 0, queue: 0, free_mib: 1000 });
+    let out = bench.apply(Event::Pong { peer: 0, queue: 0, free_mib: Some(1000) });
     assert_eq!((sent(&out, COPY), drops(&out)), (vec![], vec![]));
-    let out = bench.apply(Event::Pong { peer: 2, queue: 0, free_mib: 15 });
+    let out = bench.apply(Event::Pong { peer: 2, queue: 0, free_mib: Some(15) });
     assert_eq!((sent(&out, COPY), drops(&out)), (vec![(1, Operation::CheckedRead)], vec![]));
     assert_eq!(completed(&bench.answer(out, &[]), 0), NO_SPACE);
     assert_eq!(bench.core.membership().view().members.len(), 3);
@@ -119,7 +119,7 @@ fn an_answer_to_an_older_ping_does_not_prove_free_space() {
         bench.reply(peer, 0, outcome);
     }
     for (peer, queue) in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)] {
-        let out = bench.apply(Event::Pong { peer, queue, free_mib: 1000 });
+        let out = bench.apply(Event::Pong { peer, queue, free_mib: Some(1000) });
         assert_eq!(drops(&out), []);
     }
     let dropped: Vec<PeerIndex> =

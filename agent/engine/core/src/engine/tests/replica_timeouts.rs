@@ -267,7 +267,7 @@ fn no_new_requests_are_sent_while_too_few_members_answer() {
     assert_eq!((dropped, awaited(&out)), (vec![], vec![(1, true), (2, true)]));
     let out = bench.submit(3, Operation::Read, 0);
     assert_eq!(sent_to(&out, 3), [], "a newer engine may have the other two");
-    (0..2).for_each(|queue| drop(bench.apply(Event::Pong { peer: 1, queue, free_mib: 0 })));
+    (0..2).for_each(|queue| drop(bench.apply(Event::Pong { peer: 1, queue, free_mib: None })));
     let (dropped, out) = pass(&mut bench, 3 * TIMEOUT_MS, &[], &[2]);
     assert_eq!(completed(&out, 3), Some(Ok(())));
     assert!(matches!(dropped[..], [(_, 2)]), "the others can go on without it: {dropped:?}");
