@@ -144,7 +144,7 @@ impl BareVolume {
             rebuild: RebuildLimits::default(),
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
             verify_reads: self.options.verify_reads,
-            continues: 0,
+            continues: None,
             encrypt_in_transit: self.encrypts(),
             unknown: Unknown::default(),
         };

@@ -7,7 +7,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 use shorthorn_types::status::{Frontend, FrontendError};
 use shorthorn_types::{Members, ReplicaId, Secret, View, VolumeName};
@@ -121,9 +121,9 @@ pub struct EngineSpec {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub verify_reads: bool,
     /// The first number of attachment since which no user had to release the volume. A current user may have
-    /// used it since then, through engines with other numbers. 0: none before this one.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub continues: u64,
+    /// used it since then, through engines with other numbers. None: no number before this one.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "none_if_zero")]
+    pub continues: Option<u64>,
     /// True if connections to replicas on other hosts are encrypted. Replicas of such a volume refuse others.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub encrypt_in_transit: bool,
@@ -146,10 +146,9 @@ fn is_intent_clear_after_ms_default(value: &u32) -> bool {
     *value == INTENT_CLEAR_AFTER_MS
 }
 
-/// Returns true if the value is 0, to omit it from the text.
-#[allow(clippy::trivially_copy_pass_by_ref)] // as serde wants it
-fn is_zero(value: &u64) -> bool {
-    *value == 0
+/// Reads a number of which 0 is none, too.
+fn none_if_zero<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    Ok(Some(u64::deserialize(deserializer)?).filter(|number| *number > 0))
 }
 
 /// The share of a volume's speed that copies may take.
@@ -303,7 +302,7 @@ mod tests {
             rebuild: RebuildLimits::default(),
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
             verify_reads: false,
-            continues: 0,
+            continues: None,
             encrypt_in_transit: false,
             unknown: Unknown::default(),
         }

@@ -98,7 +98,7 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     let (sender, events) = mpsc::channel();
     watch_signals(sender.clone())?;
     // A device of the kernel ends with its attachment; clients of a socket may stay for the next one.
-    let continues = if spec.frontend == FrontendChoice::Socket { spec.continues } else { 0 };
+    let continues = spec.continues.filter(|_| spec.frontend == FrontendChoice::Socket);
     let state = EngineState::open(&spec.state_file, spec.attach, continues)?;
     let sockets = handover::take_over(state.predecessor());
     if let Some(record) = state.device().filter(|record| record.kind != FrontendKind::Socket) {

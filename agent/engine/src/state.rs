@@ -53,11 +53,11 @@ pub struct EngineState {
 
 impl EngineState {
     /// Locks and reads the state file, and takes the next generation of attachment `attach`. A user since
-    /// attachment `continues` may still use the volume; 0: the volume had no user before this one.
+    /// attachment `continues` may still use the volume; none: the volume had no user before this one.
     ///
     /// # Errors
     /// The file is in use, or newer than the spec, or cannot be read or written.
-    pub fn open(path: &Path, attach: u64, continues: u64) -> Result<EngineState, EngineError> {
+    pub fn open(path: &Path, attach: u64, continues: Option<u64>) -> Result<EngineState, EngineError> {
         let state = |source| EngineError::State { path: path.to_owned(), source };
         let lock = lock(&path.with_extension("lock")).map_err(|source| match source.raw_os_error() {
             Some(raw) if Errno::from_raw(raw) == Errno::EWOULDBLOCK => {
@@ -137,9 +137,10 @@ impl EngineState {
 
     /// Returns true if the volume may still have a user from before this process. No device outlives its
     /// host.
-    fn has_users(&self, attach: u64, continues: u64) -> bool {
+    fn has_users(&self, attach: u64, continues: Option<u64>) -> bool {
         let Content { generation, device, live_boot, .. } = &self.content;
-        let same_users = attach == generation.attach || (1..=generation.attach).contains(&continues);
+        let is_known = continues.is_some_and(|since| since <= generation.attach);
+        let same_users = attach == generation.attach || is_known;
         same_users
             && match live_boot {
                 Some(boot) => boot.is_empty() || self.boot.is_empty() || *boot == self.boot,
@@ -260,12 +261,12 @@ mod tests {
     fn every_process_has_a_generation_of_its_own() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
-        let open = |attach| EngineState::open(&path, attach, 0).map(|state| pair(state.generation()));
+        let open = |attach| EngineState::open(&path, attach, None).map(|state| pair(state.generation()));
         assert_eq!(open(1).unwrap(), Generation::new(1, 0));
         assert_eq!(open(1).unwrap(), Generation::new(1, 1));
         assert_eq!(open(5).unwrap(), Generation::new(5, 0));
         assert!(matches!(open(4), Err(EngineError::Outdated { asked: 4, known: 5 })));
-        let held = EngineState::open(&path, 5, 0).unwrap();
+        let held = EngineState::open(&path, 5, None).unwrap();
         assert_eq!(pair(held.generation()), Generation::new(5, 1));
         assert!(matches!(open(5), Err(EngineError::Running { .. })));
     }
@@ -274,7 +275,7 @@ mod tests {
     fn a_process_that_has_lost_its_file_has_a_generation_of_its_own() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
-        let open = || EngineState::open(&path, 7, 0).unwrap().generation();
+        let open = || EngineState::open(&path, 7, None).unwrap().generation();
         let before = open();
         fs::remove_file(&path).unwrap();
         let after = open();
@@ -288,7 +289,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
         fs::write(&path, r#"{"generation":{"attach":3,"restart":4},"device":null}"#).unwrap();
-        let state = EngineState::open(&path, 3, 0).unwrap();
+        let state = EngineState::open(&path, 3, None).unwrap();
         assert_eq!(state.predecessor(), Some(Generation::new(3, 4)));
         assert_eq!(pair(state.generation()), Generation::new(3, 5));
     }
@@ -302,10 +303,10 @@ mod tests {
         let later =
             r#"{"generation":{"attach":3,"restart":4,"epoch":9},"device":null,"tenants":{"a":[1,2]}}"#;
         fs::write(&path, later).unwrap();
-        let mut state = EngineState::open(&path, 3, 0).unwrap();
+        let mut state = EngineState::open(&path, 3, None).unwrap();
         state.device_goes_live(record()).unwrap();
         drop(state);
-        assert_eq!(pair(EngineState::open(&path, 3, 0).unwrap().generation()), Generation::new(3, 6));
+        assert_eq!(pair(EngineState::open(&path, 3, None).unwrap().generation()), Generation::new(3, 6));
         let kept: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
         assert_eq!(kept["tenants"]["a"], serde_json::json!([1, 2]), "{kept}");
         assert_eq!(kept["device"]["queues"], 1);
@@ -320,7 +321,7 @@ mod tests {
     fn accepts_only_sockets_of_the_previous_process_of_its_attachment() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
-        let open = |attach| EngineState::open(&path, attach, 0).unwrap();
+        let open = |attach| EngineState::open(&path, attach, None).unwrap();
         let mut first = open(3);
         assert_eq!(first.predecessor(), None);
         let last = first.next_generation().unwrap();
@@ -342,24 +343,24 @@ mod tests {
             id: ViewId { generation: Generation::new(attach, 0), number },
             members: Members::new([ReplicaId::from_random(1)]).unwrap(),
         };
-        EngineState::open(&path, 1, 0).unwrap().keep_grant(view(1, 2)).unwrap();
-        let mut state = EngineState::open(&path, 2, 0).unwrap();
+        EngineState::open(&path, 1, None).unwrap().keep_grant(view(1, 2)).unwrap();
+        let mut state = EngineState::open(&path, 2, None).unwrap();
         assert_eq!(state.granted(), Some(view(1, 2)));
         state.keep_grant(view(1, 1)).unwrap();
         assert_eq!(state.granted(), Some(view(1, 2)));
         state.keep_grant(view(2, 1)).unwrap();
         drop(state);
-        assert_eq!(EngineState::open(&path, 2, 0).unwrap().granted(), Some(view(2, 1)));
+        assert_eq!(EngineState::open(&path, 2, None).unwrap().granted(), Some(view(2, 1)));
     }
 
     #[test]
     fn a_content_that_the_file_has_is_not_written_again() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
-        let mut first = EngineState::open(&path, 3, 0).unwrap();
+        let mut first = EngineState::open(&path, 3, None).unwrap();
         first.device_goes_live(record()).unwrap();
         drop(first);
-        let mut next = EngineState::open(&path, 3, 0).unwrap();
+        let mut next = EngineState::open(&path, 3, None).unwrap();
         // A write would make another file of that name.
         fs::remove_file(&path).unwrap();
         next.device_goes_live(record()).unwrap();
@@ -374,13 +375,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("folder/v1.state");
         fs::create_dir(dir.path().join("folder")).unwrap();
-        let mut state = EngineState::open(&path, 3, 0).unwrap();
+        let mut state = EngineState::open(&path, 3, None).unwrap();
         fs::rename(dir.path().join("folder"), dir.path().join("elsewhere")).unwrap();
         state.set_device(Some(record())).unwrap_err();
         fs::rename(dir.path().join("elsewhere"), dir.path().join("folder")).unwrap();
         state.set_device(Some(record())).unwrap();
         drop(state);
-        assert_eq!(EngineState::open(&path, 3, 0).unwrap().device(), Some(&record()));
+        assert_eq!(EngineState::open(&path, 3, None).unwrap().device(), Some(&record()));
     }
 
     fn record() -> DeviceRecord {
@@ -390,7 +391,7 @@ mod tests {
     /// Returns the state that a process of this attachment leaves if its device was live and it has found
     /// lost writes.
     fn lost(path: &Path) -> EngineState {
-        let mut state = EngineState::open(path, 3, 0).unwrap();
+        let mut state = EngineState::open(path, 3, None).unwrap();
         state.device_goes_live(record()).unwrap();
         state.record_lost_writes().unwrap();
         state
@@ -406,16 +407,16 @@ mod tests {
         // As an engine with a socket does at its orderly end, whose clients come back to the next one.
         state.set_device(None).unwrap();
         drop(state);
-        assert!(open(3, 0).lost_writes() && open(3, 0).was_live());
-        assert!(open(4, 2).lost_writes(), "another number, but the volume was not detached");
-        assert!(!open(5, 5).lost_writes() && !open(5, 5).was_live());
+        assert!(open(3, None).lost_writes() && open(3, None).was_live());
+        assert!(open(4, Some(2)).lost_writes(), "another number, but the volume was not detached");
+        assert!(!open(5, Some(5)).lost_writes() && !open(5, Some(5)).was_live());
     }
 
     #[test]
     fn lost_writes_are_reported_only_if_a_device_was_live() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
-        let mut state = EngineState::open(&path, 3, 0).unwrap();
+        let mut state = EngineState::open(&path, 3, None).unwrap();
         state.record_lost_writes().unwrap();
         assert!(!state.lost_writes(), "no device was live");
         drop(state);
@@ -423,7 +424,7 @@ mod tests {
         let text = fs::read_to_string(&path).unwrap();
         let boot = fs::read_to_string(BOOT_ID).unwrap();
         fs::write(&path, text.replace(boot.trim(), "another boot")).unwrap();
-        let mut state = EngineState::open(&path, 3, 0).unwrap();
+        let mut state = EngineState::open(&path, 3, None).unwrap();
         assert!(!state.lost_writes() && !state.was_live(), "the device has ended with its host");
         state.device_goes_live(record()).unwrap();
         assert!(!state.lost_writes());
@@ -437,7 +438,7 @@ mod tests {
         let path = dir.path().join("v1.state");
         let old = r#"{"generation":{"attach":3,"restart":1},"device":{"kind":"ublk","kernel_id":0,"queues":1,"depth":128}}"#;
         fs::write(&path, old).unwrap();
-        let mut state = EngineState::open(&path, 3, 0).unwrap();
+        let mut state = EngineState::open(&path, 3, None).unwrap();
         state.record_lost_writes().unwrap();
         assert!(state.lost_writes());
     }
@@ -447,7 +448,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
         fs::write(&path, "{").unwrap();
-        assert!(EngineState::open(&path, 1, 0).unwrap_err().to_string().contains("v1.state"));
+        assert!(EngineState::open(&path, 1, None).unwrap_err().to_string().contains("v1.state"));
     }
 
     const CONTENT: &str = r#"{"generation":{"attach":3,"restart":1,"nonce":7},"device":{"kind":"ublk","kernel_id":0,
@@ -460,11 +461,11 @@ mod tests {
         let path = dir.path().join("v1.state");
         let with = |restart: u32| CONTENT.replace("\"restart\":1", &format!("\"restart\":{restart}"));
         fs::write(&path, with(u32::MAX)).unwrap();
-        let error = EngineState::open(&path, 3, 0).unwrap_err().to_string();
+        let error = EngineState::open(&path, 3, None).unwrap_err().to_string();
         assert!(error.contains("v1.state") && error.contains("detach and attach the volume"), "{error}");
-        assert_eq!(pair(EngineState::open(&path, 4, 0).unwrap().generation()), Generation::new(4, 0));
+        assert_eq!(pair(EngineState::open(&path, 4, None).unwrap().generation()), Generation::new(4, 0));
         fs::write(&path, with(1)).unwrap();
-        assert_eq!(pair(EngineState::open(&path, 3, 0).unwrap().generation()), Generation::new(3, 2));
+        assert_eq!(pair(EngineState::open(&path, 3, None).unwrap().generation()), Generation::new(3, 2));
     }
 
     proptest! {
@@ -485,7 +486,7 @@ mod tests {
             let at = at.index(bytes.len());
             bytes.splice(at..(at + removed).min(bytes.len()), new.bytes());
             fs::write(&path, bytes).unwrap();
-            match EngineState::open(&path, 3, 0) {
+            match EngineState::open(&path, 3, None) {
                 Ok(state) => prop_assert_eq!(state.generation().attach, 3),
                 Err(EngineError::Outdated { known, .. }) => prop_assert!(known > 3),
                 Err(error) => prop_assert!(error.to_string().contains("v1.state"), "{error}"),

@@ -313,7 +313,7 @@ fn engine_spec(args: &RunArgs, volume: &VolumeDir, engine: &Process, replicas: &
         rebuild: RebuildLimits::default(),
         intent_clear_after_ms: args.intent_clear_after_ms,
         verify_reads: args.verify_reads,
-        continues: 0,
+        continues: None,
         encrypt_in_transit: false,
         unknown: Unknown::default(),
     }

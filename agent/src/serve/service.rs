@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use shorthorn_api::v1::node_server::Node;
-use shorthorn_api::{CLUSTER_HEADER, ViewError, level, v1};
+use shorthorn_api::{CLUSTER_HEADER, ViewError, level, nonzero, v1};
 use shorthorn_control::ScrubCommand;
 use shorthorn_frontend::probe::FrontendReport;
 use shorthorn_types::status::Frontend;
@@ -134,7 +134,7 @@ impl Node for NodeService {
     async fn start_engine(&self, request: Request<v1::StartEngineRequest>) -> Answer<v1::Instance> {
         let request = request.into_inner();
         let v1::StartEngineRequest { revision, continues, .. } = request;
-        let options = StartOptions { revision, continues, rebind: false };
+        let options = StartOptions { revision, continues: nonzero(continues), rebind: false };
         let spec = Spec::engine(request, &self.config, self.hub.paths())?;
         Ok(Response::new(self.hub.start_instance(spec, options).await?))
     }

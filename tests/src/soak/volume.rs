@@ -309,7 +309,7 @@ impl Files<'_> {
             rebuild: RebuildLimits::default(),
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
             verify_reads: false,
-            continues: 0,
+            continues: None,
             encrypt_in_transit: options.encrypt,
             unknown: Unknown::default(),
         };

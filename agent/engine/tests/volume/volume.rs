@@ -171,7 +171,7 @@ impl Volume {
             rebuild: RebuildLimits::default(),
             intent_clear_after_ms: self.intent_clear_after_ms,
             verify_reads: false,
-            continues: 0,
+            continues: None,
             encrypt_in_transit: false,
             unknown: Unknown::default(),
         };

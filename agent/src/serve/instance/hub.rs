@@ -45,8 +45,8 @@ pub struct Hub {
 pub struct StartOptions {
     /// Number of the list of replicas of an engine.
     pub revision: u64,
-    /// The oldest attachment whose engine this one may take the device over from; 0: none.
-    pub continues: u64,
+    /// The oldest attachment whose engine this one may take the device over from.
+    pub continues: Option<u64>,
     /// The directory of the replica is given to the volume of this secret.
     pub rebind: bool,
 }
@@ -382,8 +382,7 @@ fn refuse_older(spec: &Spec, known: &Spec) -> Result<(), NodeError> {
 fn may_take_over(spec: &Spec, known: &Spec, options: StartOptions) -> bool {
     match (spec, known) {
         (Spec::Engine(asked), Spec::Engine(known)) => {
-            options.continues != 0
-                && (options.continues..asked.attach).contains(&known.attach)
+            options.continues.is_some_and(|oldest| (oldest..asked.attach).contains(&known.attach))
                 && (&asked.volume, asked.frontend) == (&known.volume, known.frontend)
                 && asked.size_bytes >= known.size_bytes
         }

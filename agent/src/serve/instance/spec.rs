@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use shorthorn_api::v1;
+use shorthorn_api::{nonzero, v1};
 use shorthorn_control::{
     EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Secret,
     SpecError, Unknown, load_spec, store_spec, update_spec,
@@ -63,7 +63,7 @@ impl Spec {
             rebuild: rebuild_limits(request.rebuild)?,
             intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
             verify_reads: request.verify_reads,
-            continues: request.continues,
+            continues: nonzero(request.continues),
             encrypt_in_transit: request.encrypt_in_transit,
             unknown: Unknown::default(),
         }))
