@@ -6,7 +6,7 @@ use std::time::UNIX_EPOCH;
 
 use serde::{Deserialize, Serialize};
 use shorthorn_api::v1;
-use shorthorn_store::{OpenOptions, Severity, Store};
+use shorthorn_store::{OpenOptions, SavedStatus, Severity, Store};
 use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId, VolumeName};
 use shorthorn_views::ReplicaViews;
 
@@ -48,7 +48,7 @@ pub fn inspect(directory: &Path, runs: bool) -> Result<v1::ReplicaInspection, No
     let own = found.own_state;
     shown.problems.extend(own.foreign);
     shown.lost_cache = own.lost_cache;
-    shown.modified_ms = modified_ms(directory);
+    shown.modified_ms = modified_ms(directory).unwrap_or_default();
     match own.saved.bytes().map(parse) {
         Some(Ok(state)) => {
             let report = state.views.report();
@@ -57,7 +57,9 @@ pub fn inspect(directory: &Path, runs: bool) -> Result<v1::ReplicaInspection, No
             shown.proposed = report.proposed.iter().map(Into::into).collect();
         }
         Some(Err(error)) => shown.problems.push(format!("the state of the replica cannot be read: {error}")),
-        None if own.status == "none" => shown.problems.push("no engine has ever opened it".to_owned()),
+        None if own.status == SavedStatus::None => {
+            shown.problems.push("no engine has ever opened it".to_owned())
+        }
         None => {} // it is among the problems
     }
     Ok(shown)
@@ -67,12 +69,12 @@ fn parse(bytes: &[u8]) -> Result<State, serde_json::Error> {
     serde_json::from_slice(bytes)
 }
 
-/// Returns the newest time at which a file of the directory was written; 0 if that is not known.
-fn modified_ms(directory: &Path) -> u64 {
+/// Returns the newest time at which a file of the directory was written, if that is known.
+fn modified_ms(directory: &Path) -> Option<u64> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let times = entries.filter_map(|entry| entry.metadata().ok()?.modified().ok());
     let since = times.filter_map(|time| time.duration_since(UNIX_EPOCH).ok());
-    since.max().map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
+    since.max().map(|since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
 }
 
 /// Makes the replica alone the committed view of its volume; see the node API.

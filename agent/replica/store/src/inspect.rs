@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use shorthorn_chain::{Checks, DirectoryFacts, DiskMeta, ImageName, Layout, Recovery, VolumeMeta, recover};
 use shorthorn_types::{HumanBytes, Regions};
 
@@ -80,17 +80,47 @@ pub struct InspectedLayer {
     pub labels: BTreeMap<String, String>,
 }
 
+/// The status of the state that a directory has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SavedStatus {
+    /// The directory has no state.
+    None,
+    /// The state belongs to the volume as it is.
+    Current,
+    /// Another program may have changed the volume since.
+    Outdated,
+    /// The file of the state is damaged.
+    Damaged,
+}
+
+impl fmt::Display for SavedStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            SavedStatus::None => "none",
+            SavedStatus::Current => "current",
+            SavedStatus::Outdated => "outdated",
+            SavedStatus::Damaged => "damaged",
+        })
+    }
+}
+
+fn number_or_zero<S: Serializer>(number: &Option<u64>, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u64(number.unwrap_or(0))
+}
+
 /// The state that Shorthorn keeps beside the volume.
 #[derive(Clone, Debug, Serialize)]
 pub struct OwnState {
-    /// The status: `none`, `current`, `outdated` (another program may have changed the volume since) or
-    /// `damaged`.
-    pub status: &'static str,
+    /// The status of the saved state.
+    pub status: SavedStatus,
     /// The length of the saved state.
     pub length_bytes: usize,
-    /// The epoch, which rises whenever another program may have changed the volume; 0 if Shorthorn never had
-    /// it.
-    pub epoch: u64,
+    /// The epoch, which rises whenever another program may have changed the volume; none if Shorthorn never
+    /// had it.
+    // The text has 0 for none.
+    #[serde(serialize_with = "number_or_zero")]
+    pub epoch: Option<u64>,
     /// The evidence that another program may have had the directory.
     pub foreign: Option<String>,
     /// True if unflushed writes may be lost, because the host was restarted or the disk has failed. The next
@@ -216,21 +246,20 @@ fn own_state(
     problems: &mut Vec<Problem>,
 ) -> Result<OwnState, StoreError> {
     let was_ours = found.is_some();
-    let epoch = found.as_ref().map_or(0, |guard| guard.epoch());
+    let epoch = found.as_ref().map(Guard::epoch);
     let foreign = match Guard::judge(directory, found) {
         Ok((_, Provenance::Foreign { why })) if was_ours => Some(why),
         Err(error) if was_ours => Some(error.to_string()),
         _ => None,
     };
-    // Without a record of ours the epoch is 0, which no state carries.
-    let trusted = if foreign.is_some() { 0 } else { epoch };
+    let trusted = epoch.filter(|_| foreign.is_none());
     let (status, saved) = match state::load(directory, trusted) {
-        Ok(saved @ SavedState::None) => ("none", saved),
-        Ok(saved @ SavedState::Current(_)) => ("current", saved),
-        Ok(saved @ SavedState::Outdated(_)) => ("outdated", saved),
+        Ok(saved @ SavedState::None) => (SavedStatus::None, saved),
+        Ok(saved @ SavedState::Current(_)) => (SavedStatus::Current, saved),
+        Ok(saved @ SavedState::Outdated(_)) => (SavedStatus::Outdated, saved),
         Err(error @ StoreError::StateDamaged { .. }) => {
             problems.push(problem(Severity::Error, error.to_string()));
-            ("damaged", SavedState::None)
+            (SavedStatus::Damaged, SavedState::None)
         }
         Err(error) => return Err(error),
     };
@@ -254,7 +283,7 @@ fn own_state(
 fn lost_cache(
     directory: &Directory,
     volume: &VolumeMeta,
-    epoch: u64,
+    trusted: Option<u64>,
     problems: &mut Vec<Problem>,
 ) -> Result<bool, StoreError> {
     let (boot, damage) = Boot::judge(directory, volume.dirty, None)?;
@@ -263,7 +292,7 @@ fn lost_cache(
         return Ok(false);
     }
     let regions = Regions::of(u64::try_from(volume.size).unwrap_or(0));
-    let intent = regions::written_lately(directory, regions, epoch)?;
+    let intent = regions::written_lately(directory, regions, trusted)?;
     Ok(intent.is_none_or(|intent| !intent.is_empty()))
 }
 
@@ -373,9 +402,12 @@ fn row(layer: &InspectedLayer) -> Vec<String> {
 impl fmt::Display for OwnState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.epoch, self.status) {
-            (0, "none") => write!(f, "nothing: never opened by Shorthorn")?,
-            (epoch, "none") => write!(f, "epoch {epoch}, no state saved")?,
-            (epoch, status) => write!(f, "epoch {epoch}, {} bytes of state, {status}", self.length_bytes)?,
+            (None, SavedStatus::None) => write!(f, "nothing: never opened by Shorthorn")?,
+            (Some(epoch), SavedStatus::None) => write!(f, "epoch {epoch}, no state saved")?,
+            (epoch, status) => {
+                let epoch = epoch.unwrap_or(0);
+                write!(f, "epoch {epoch}, {} bytes of state, {status}", self.length_bytes)?;
+            }
         }
         match &self.foreign {
             Some(why) => write!(f, " ({why})"),

@@ -72,7 +72,9 @@ pub use export::{ExportTarget, ExportedVolume, WriteDebug, export};
 pub use fold::{FoldJob, FoldedJob};
 pub use hold::{Held, hold};
 pub use info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo};
-pub use inspect::{InspectedLayer, InspectedVolume, Inspection, OwnState, Problem, Severity, inspect};
+pub use inspect::{
+    InspectedLayer, InspectedVolume, Inspection, OwnState, Problem, SavedStatus, Severity, inspect,
+};
 pub use lost_blocks::{FoundLostBlocks, LOST_BLOCKS_MAX, LostBlock, LostBlocks};
 pub use options::{CreateOptions, Fault, FaultHook, OpenOptions};
 pub use regions::RegionFile;

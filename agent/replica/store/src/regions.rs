@@ -160,12 +160,13 @@ impl Store {
     }
 }
 
-/// Returns the recently written regions, if they are recorded; `epoch` is the current one.
+/// Returns the recently written regions, if they are recorded with the epoch `trusted`.
 pub(crate) fn written_lately(
     directory: &Directory,
     regions: Regions,
-    epoch: u64,
+    trusted: Option<u64>,
 ) -> Result<Option<RegionSet>> {
+    let Some(epoch) = trusted else { return Ok(None) };
     let Some(bytes) = directory.read(&name_of(SetKey::Intent))? else { return Ok(None) };
     let (intent_log, _) = WriteIntentLog::load(regions, epoch, &bytes);
     Ok(intent_log.content(SetKey::Intent))

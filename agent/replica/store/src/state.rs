@@ -72,15 +72,15 @@ impl StateWriter {
     }
 }
 
-/// Reads the state; `epoch` is the current one.
-pub(crate) fn load(directory: &Directory, epoch: u64) -> Result<SavedState, StoreError> {
+/// Reads the state, which is current if it has the epoch `trusted`.
+pub(crate) fn load(directory: &Directory, trusted: Option<u64>) -> Result<SavedState, StoreError> {
     let Some(bytes) = directory.read(STATE_FILE)? else { return Ok(SavedState::None) };
     let damaged = |reason: String| StoreError::StateDamaged { path: directory.path_of(STATE_FILE), reason };
-    parse(bytes, epoch).map_err(damaged)
+    parse(bytes, trusted).map_err(damaged)
 }
 
 /// Parses the content of the file. The error is a description of the problem.
-fn parse(mut bytes: Vec<u8>, epoch: u64) -> Result<SavedState, String> {
+fn parse(mut bytes: Vec<u8>, trusted: Option<u64>) -> Result<SavedState, String> {
     let end = bytes.iter().position(|byte| *byte == b'\n').ok_or("the first line is missing")?;
     let header: Header =
         serde_json::from_slice(&bytes[..end]).map_err(|error| format!("the first line: {error}"))?;
@@ -94,7 +94,8 @@ fn parse(mut bytes: Vec<u8>, epoch: u64) -> Result<SavedState, String> {
     if crc32c::crc32c(&payload) != header.crc32c {
         return Err("the checksum is wrong".to_owned());
     }
-    Ok(if header.epoch == epoch { SavedState::Current(payload) } else { SavedState::Outdated(payload) })
+    let is_current = trusted == Some(header.epoch);
+    Ok(if is_current { SavedState::Current(payload) } else { SavedState::Outdated(payload) })
 }
 
 #[cfg(shorthorn_fuzzing)]
@@ -103,8 +104,8 @@ pub(crate) mod fuzzing {
 
     /// A state that is accepted is the rest of the file.
     pub fn check(bytes: &[u8]) {
-        for epoch in [0, 7] {
-            if let Ok(found) = parse(bytes.to_vec(), epoch) {
+        for trusted in [None, Some(7)] {
+            if let Ok(found) = parse(bytes.to_vec(), trusted) {
                 assert!(found.bytes().is_some_and(|payload| bytes.ends_with(payload)));
             }
         }
@@ -118,6 +119,7 @@ mod tests {
     use super::*;
 
     const EPOCH: u64 = 7;
+    const TRUSTED: Option<u64> = Some(EPOCH);
 
     fn file(payload: &[u8]) -> Vec<u8> {
         let crc32c = crc32c::crc32c(payload);
@@ -128,7 +130,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes_are_refused_or_the_state(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            let found = parse(bytes.clone(), EPOCH);
+            let found = parse(bytes.clone(), TRUSTED);
             prop_assert!(found.is_err() || bytes.first() == Some(&b'{'), "{found:?}");
         }
 
@@ -142,14 +144,14 @@ mod tests {
             cut in prop::option::of(any::<prop::sample::Index>()),
         ) {
             let whole = file(&payload);
-            prop_assert_eq!(parse(whole.clone(), EPOCH), Ok(SavedState::Current(payload.clone())));
+            prop_assert_eq!(parse(whole.clone(), TRUSTED), Ok(SavedState::Current(payload.clone())));
             let mut changed = whole;
             let at = at.index(changed.len());
             changed[at] = byte;
             if let Some(cut) = cut {
                 changed.truncate(cut.index(changed.len()));
             }
-            if let Ok(found) = parse(changed, EPOCH) {
+            if let Ok(found) = parse(changed, TRUSTED) {
                 prop_assert_eq!(found.bytes(), Some(&payload[..]));
             }
         }

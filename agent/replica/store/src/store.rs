@@ -248,7 +248,8 @@ impl Store {
     /// [`StoreError::StateDamaged`], or an I/O error.
     pub fn load_state(&self) -> Result<SavedState> {
         let is_foreign = *self.opening.provenance() != Provenance::Ours;
-        let trusted = if self.medium.is_read_only() && is_foreign { u64::MAX } else { self.guard.epoch() };
+        let is_trusted = !(self.medium.is_read_only() && is_foreign);
+        let trusted = is_trusted.then(|| self.guard.epoch());
         state::load(self.medium.directory(), trusted)
     }
 

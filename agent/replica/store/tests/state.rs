@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use common::Fixture;
-use shorthorn_store::{OpenOptions, Provenance, SavedState, Store, StoreError, inspect};
+use shorthorn_store::{OpenOptions, Provenance, SavedState, SavedStatus, Store, StoreError, inspect};
 
 fn open(path: &Path) -> Store {
     Store::open(path, OpenOptions::default()).unwrap()
@@ -37,9 +37,9 @@ fn status(path: &Path) -> SavedState {
     let state = open(path).load_state().unwrap();
     assert_eq!(seen, state);
     let expected = match state {
-        SavedState::None => "none",
-        SavedState::Current(_) => "current",
-        SavedState::Outdated(_) => "outdated",
+        SavedState::None => SavedStatus::None,
+        SavedState::Current(_) => SavedStatus::Current,
+        SavedState::Outdated(_) => SavedStatus::Outdated,
     };
     assert_eq!(found, expected);
     state
@@ -132,7 +132,7 @@ fn damage_is_refused() {
         let error = open(fixture.path()).load_state().unwrap_err();
         assert!(matches!(error, StoreError::StateDamaged { .. }));
         assert!(error.to_string().contains(word), "{error}");
-        assert_eq!(inspect(fixture.path()).unwrap().own_state.status, "damaged");
+        assert_eq!(inspect(fixture.path()).unwrap().own_state.status, SavedStatus::Damaged);
     }
 }
 
