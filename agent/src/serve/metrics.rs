@@ -93,7 +93,7 @@ impl MetricsSource for AgentMetrics {
             show_registration(driver.registered.load(Ordering::Relaxed), page);
         }
         if let Some(tls) = &shown.tls {
-            show_certificate(tls.expiry_s(), page);
+            show_certificate(tls.expiry_s().unwrap_or_default(), page);
         }
         let looked =
             look(Arc::clone(&self.looking), Arc::clone(&shown.disks), shown.device_dir.clone()).await;

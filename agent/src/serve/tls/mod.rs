@@ -140,17 +140,17 @@ impl NodeTls {
         &self.node
     }
 
-    /// Seconds since 1970 until which the certificate is valid; 0 without one.
-    pub fn expiry_s(&self) -> u64 {
-        let bundle = self.credentials().map(|credentials| credentials.current());
-        bundle.and_then(|bundle| Some(bundle.identity.as_ref()?.certificate().not_after)).unwrap_or_default()
+    /// Seconds since 1970 until which the certificate is valid; none without one.
+    pub fn expiry_s(&self) -> Option<u64> {
+        let bundle = self.credentials()?.current();
+        Some(bundle.identity.as_ref()?.certificate().not_after)
     }
 
     /// Returns true if the node has to enrol, because it has no certificate or an expired one. Returns false
     /// if the file cannot be used. An operator has to examine such a file, because it may contain CAs.
     pub fn has_to_enrol(&self) -> bool {
         let is_readable = self.change().problem.is_none();
-        is_readable && self.expiry_s() < now().as_secs()
+        is_readable && self.expiry_s() < Some(now().as_secs())
     }
 
     /// Reads the file again if it has changed, or could not be used: `chmod` changes no stamp.
