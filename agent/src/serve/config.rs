@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use nix::sys::utsname::uname;
 use serde::Deserialize;
+use shorthorn_api::nonempty;
 use shorthorn_csi::TOPOLOGY_VALUE_MAX_BYTES;
 use shorthorn_logging::LogFormat;
 use shorthorn_metrics::MetricsListen;
@@ -45,8 +46,8 @@ const SUM_MIB_PER_S_MAX: u32 = 65_536;
 pub struct Config {
     /// Name of this node in the cluster; the host name unless the file has one.
     pub node_name: String,
-    /// The zone, whose nodes may fail together; empty if unknown.
-    pub zone: String,
+    /// The zone, whose nodes may fail together, if that is known.
+    pub zone: Option<String>,
     /// The addresses of the node API.
     pub listen: Vec<ListenAddress>,
     /// Key and certificate of the node API.
@@ -84,8 +85,8 @@ pub struct Config {
     pub csi: CsiChoice,
     /// The directory of kubelet; none: the agent finds it.
     pub kubelet_root: Option<PathBuf>,
-    /// The maximum number of volumes that the CSI driver attaches; 0: any number.
-    pub max_volumes: u32,
+    /// The maximum number of volumes that the CSI driver attaches; none: any number.
+    pub max_volumes: Option<u32>,
     /// The address of metrics and health.
     pub metrics_listen: MetricsListen,
     /// The filter of the log.
@@ -289,7 +290,8 @@ fn check(file: File) -> Result<Config, Wrong> {
         )?,
         csi: file.csi,
         kubelet_root: optional("kubelet_root", file.kubelet_root, "", kubelet_root)?,
-        max_volumes: number("max_volumes", file.max_volumes, 0, 0..=MAX_VOLUMES)?,
+        max_volumes: Some(number("max_volumes", file.max_volumes, 0, 0..=MAX_VOLUMES)?)
+            .filter(|max| *max > 0),
         metrics_listen: match file.metrics_listen {
             Some(text) => with("metrics_listen", text, |text| text.parse::<MetricsListen>())?,
             None => DEFAULT_METRICS,
@@ -397,14 +399,14 @@ fn kubelet_kubeconfig(text: String) -> Result<KubeconfigChoice, String> {
 }
 
 /// Checks the zone, which kubelet makes the value of a label.
-fn zone(text: String) -> Result<String, String> {
+fn zone(text: String) -> Result<Option<String>, String> {
     let end = |c: char| c.is_ascii_alphanumeric();
     let label = text.len() <= TOPOLOGY_VALUE_MAX_BYTES
         && text.chars().all(|c| end(c) || "-_.".contains(c))
         && text.starts_with(end)
         && text.ends_with(end);
     if text.is_empty() || label {
-        return Ok(text);
+        return Ok(nonempty(text));
     }
     Err(format!(
         "{text:?} is not a label value: use letters, digits, '-', '_' and '.', at most \
@@ -458,8 +460,9 @@ mod tests {
         let config = parse("").unwrap();
         assert_eq!(config.instances, InstancesChoice::Auto);
         assert!(!config.node_name.is_empty());
-        assert_eq!(config.zone, "");
-        assert_eq!(parse("zone = \"eu-west_1.a\"").unwrap().zone, "eu-west_1.a");
+        assert_eq!((config.zone, config.max_volumes), (None, None));
+        assert_eq!(parse("max_volumes = 8").unwrap().max_volumes, Some(8));
+        assert_eq!(parse("zone = \"eu-west_1.a\"").unwrap().zone.as_deref(), Some("eu-west_1.a"));
     }
 
     #[test]

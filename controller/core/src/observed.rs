@@ -215,12 +215,12 @@ pub struct AgentInfo {
     pub version: String,
     /// The address by which other nodes reach its replicas; empty if they cannot.
     pub data_address: String,
-    /// The zone, whose nodes may fail together; empty if not configured.
-    pub zone: String,
+    /// The zone, whose nodes may fail together, if one is configured.
+    pub zone: Option<String>,
     /// The frontends that it knows.
     pub frontends: Vec<FrontendStatus>,
-    /// The most volumes that CSI lets be attached to its node; 0: any number.
-    pub max_volumes: u32,
+    /// The most volumes that CSI lets be attached to its node; none: any number.
+    pub max_volumes: Option<u32>,
     /// The level of the features that not all agents have.
     pub feature_level: u32,
     /// Pods on its node that use a device that is gone.

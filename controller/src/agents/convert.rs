@@ -24,9 +24,9 @@ pub(super) fn info(info: v1::NodeInfo) -> AgentInfo {
         name: info.name,
         version: info.version,
         data_address: info.data_address,
-        zone: info.zone,
+        zone: nonempty(info.zone),
         frontends: frontends.collect(),
-        max_volumes: info.max_volumes,
+        max_volumes: Some(info.max_volumes).filter(|max_volumes| *max_volumes > 0),
         feature_level: info.feature_level,
         dead_mounts: info
             .dead_mounts

@@ -49,7 +49,7 @@ impl Api {
             node: Some(messages::node(&cluster, &agents, node)),
             frontends: frontends.collect(),
             data_address: node.status.data_address.clone(),
-            max_volumes: node.status.max_volumes,
+            max_volumes: node.status.max_volumes.unwrap_or_default(),
             warnings: info.map(|info| info.warnings.clone()).unwrap_or_default(),
             feature_level: info.map(|info| info.feature_level).unwrap_or_default(),
             attached: drain::attached_to(&cluster, name).into_iter().map(str::to_owned).collect(),

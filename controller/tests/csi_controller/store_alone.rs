@@ -248,7 +248,7 @@ async fn calls_do_not_wait_for_deleted_volumes_or_a_stopping_controller() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_takes_no_more_volumes_than_its_agent_allows() {
     let alone = Alone::start();
-    let status = NodeStatus { max_volumes: 1, ..NodeStatus::default() };
+    let status = NodeStatus { max_volumes: Some(1), ..NodeStatus::default() };
     let node = Node { metadata: Metadata::new("a", Timestamp::now()), spec: NodeSpec::default(), status };
     alone.store.put(Object::Node(node)).await.unwrap();
     alone.volume().await;

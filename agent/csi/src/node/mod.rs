@@ -37,10 +37,10 @@ const CALL_LIMIT: Duration = Duration::from_secs(100);
 pub struct NodeOptions {
     /// Name of the node; in a cluster, of its Node object.
     pub node_id: String,
-    /// Zone that it is in; empty: none.
-    pub zone: String,
-    /// Volumes that may be attached to it; 0: any number.
-    pub max_volumes: u32,
+    /// Zone that it is in, if that is known.
+    pub zone: Option<String>,
+    /// Volumes that may be attached to it; none: any number.
+    pub max_volumes: Option<u32>,
     /// Directories that belong to the caller. Mounts in them were made for the caller, who may have them
     /// removed. Elsewhere only the volume itself is unmounted.
     pub roots: Vec<PathBuf>,
@@ -273,12 +273,10 @@ impl Node for NodeService {
 
     async fn node_get_info(&self, _: Request<v1::NodeGetInfoRequest>) -> Answer<v1::NodeGetInfoResponse> {
         let mut segments = [(TOPOLOGY_NODE.to_owned(), self.options.node_id.clone())].to_vec();
-        if !self.options.zone.is_empty() {
-            segments.push((TOPOLOGY_ZONE.to_owned(), self.options.zone.clone()));
-        }
+        segments.extend(self.options.zone.clone().map(|zone| (TOPOLOGY_ZONE.to_owned(), zone)));
         Ok(Response::new(v1::NodeGetInfoResponse {
             node_id: self.options.node_id.clone(),
-            max_volumes_per_node: self.options.max_volumes.into(),
+            max_volumes_per_node: self.options.max_volumes.map_or(0, Into::into),
             accessible_topology: Some(v1::Topology { segments: segments.into_iter().collect() }),
         }))
     }

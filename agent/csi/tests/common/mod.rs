@@ -206,8 +206,8 @@ impl Node {
         let incoming = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
         let options = NodeOptions {
             node_id: "n1".into(),
-            zone: "z1".into(),
-            max_volumes: 7,
+            zone: Some("z1".into()),
+            max_volumes: Some(7),
             roots: vec![self.root.clone()],
         };
         let server = Server::builder()

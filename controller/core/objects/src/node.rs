@@ -109,8 +109,9 @@ pub struct NodeStatus {
     #[serde(default)]
     pub data_address: String,
     /// The most volumes that CSI lets be attached to it; 0: any number.
-    #[serde(default)]
-    pub max_volumes: u32,
+    #[serde(default, with = "super::optional::count")]
+    #[schemars(with = "u32")]
+    pub max_volumes: Option<u32>,
     /// The zone in the configuration of the agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<Label>,

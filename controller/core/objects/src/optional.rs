@@ -10,6 +10,24 @@ pub(super) fn number<S: Serializer>(value: &Option<u64>, serializer: S) -> Resul
     serializer.serialize_u64(value.unwrap_or_default())
 }
 
+/// A 32-bit number.
+pub(super) mod count {
+    use super::*;
+
+    pub(in super::super) fn serialize<S: Serializer>(
+        value: &Option<u32>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u32(value.unwrap_or_default())
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<u32>, D::Error> {
+        u32::deserialize(deserializer).map(|number| Some(number).filter(|number| *number > 0))
+    }
+}
+
 /// A value that is a text outside Rust. A text of a later version is none: such values are observed again.
 pub(super) mod parsed {
     use super::*;

@@ -171,7 +171,7 @@ fn check_room(cluster: &ClusterState, name: &str, node: &str) -> Result<(), Requ
 /// Returns the most volumes that may be attached to the node; none: any number.
 #[must_use]
 pub fn max_volumes(cluster: &ClusterState, node: &str) -> Option<u32> {
-    cluster.nodes.get(node).map(|node| node.status.max_volumes).filter(|max_volumes| *max_volumes > 0)
+    cluster.nodes.get(node)?.status.max_volumes
 }
 
 fn elsewhere(volume: &Volume, node: &NodeName) -> RequestError {

@@ -216,7 +216,7 @@ fn a_node_takes_as_many_volumes_as_its_agent_says() {
     made(&mut cluster, &wanted("v", 4096, 0));
     made(&mut cluster, &wanted("w", 4096, 0));
     let mut node = cluster.nodes["a"].clone();
-    node.status.max_volumes = 1;
+    node.status.max_volumes = Some(1);
     cluster.insert(node.into());
     assert_eq!((max_volumes(&cluster, "a"), max_volumes(&cluster, "b")), (Some(1), None));
     let volume = stored(publish(&cluster, "w", "a").unwrap());

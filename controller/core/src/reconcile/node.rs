@@ -170,7 +170,7 @@ fn take_over(node: &mut Node, agent: &ObservedAgent) {
         node.status.version.clone_from(&info.version);
         node.status.data_address.clone_from(&info.data_address);
         node.status.max_volumes = info.max_volumes;
-        node.status.zone = Label::new(&info.zone).ok();
+        node.status.zone = info.zone.as_deref().and_then(|zone| Label::new(zone).ok());
         node.status.frontends.clone_from(&info.frontends);
     }
     for (path, disk) in &agent.disks {

@@ -34,10 +34,10 @@ impl Controller {
         agent.info = Some(AgentInfo {
             name: node.name.to_string(),
             version: "1".to_owned(),
-            zone: String::new(),
+            zone: None,
             data_address: "10.0.0.1".to_owned(),
             frontends: vec![FrontendStatus { name: Frontend::Ublk, usable: true, reason: String::new() }],
-            max_volumes: 0,
+            max_volumes: None,
             feature_level: 0,
             dead_mounts: Vec::new(),
             warnings: Vec::new(),

@@ -198,7 +198,7 @@ fn full_node() -> Node {
             }),
         },
         status: NodeStatus {
-            max_volumes: 9,
+            max_volumes: Some(9),
             conditions: conditions(now()),
             version: "1".to_owned(),
             data_address: "10.0.0.1".to_owned(),
