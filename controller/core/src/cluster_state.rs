@@ -62,7 +62,13 @@ impl ClusterState {
         }
     }
 
-    /// Returns the stored resource version of that key; 0 if the object does not exist.
+    /// Returns true if the store has an object of that key, which is not left out.
+    #[must_use]
+    pub fn has(&self, key: &Key) -> bool {
+        self.version(key) > 0
+    }
+
+    /// Returns the resource version that a write of that key expects: 0 creates the object.
     #[must_use]
     pub fn version(&self, key: &Key) -> u64 {
         self.metadata(key).map_or(0, |metadata| metadata.resource_version)
@@ -87,7 +93,7 @@ impl ClusterState {
     pub fn insert(&mut self, object: Object) {
         let name = object.metadata().name.clone();
         let (key, version) = (object.key(), object.metadata().resource_version);
-        if self.left_out.get(&key).is_some_and(|left_out| left_out.version <= version) {
+        if self.left_out.get(&key).is_some_and(|left_out| left_out.version <= Some(version)) {
             self.left_out.remove(&key);
         }
         self.index.insert(&object);

@@ -19,8 +19,8 @@ pub struct LeftOut {
     pub why: String,
     /// The steps by which an operator repairs the object.
     pub remedy: String,
-    /// The stored version that cannot be used; 0 if the store does not have it.
-    pub version: u64,
+    /// The stored version that cannot be used, if the store reports it.
+    pub version: Option<u64>,
     /// The nodes that its text names; none if they cannot be read either.
     nodes: Option<BTreeSet<String>>,
     /// The disk that its text names.
@@ -43,12 +43,12 @@ impl LeftOut {
             Some(raw) => (nodes_of(kind, raw), text_at(raw, "/spec/diskPath").map(str::to_owned)),
             None => (None, None),
         };
-        LeftOut { why: why.into(), remedy: remedy.into(), version: 0, nodes, disk_path, has_failed }
+        LeftOut { why: why.into(), remedy: remedy.into(), version: None, nodes, disk_path, has_failed }
     }
 
-    /// The same, of that stored version.
+    /// The same, of that stored version, if the store reports it.
     #[must_use]
-    pub fn at_version(self, version: u64) -> LeftOut {
+    pub fn at_version(self, version: Option<u64>) -> LeftOut {
         LeftOut { version, ..self }
     }
 
@@ -220,7 +220,7 @@ mod tests {
         let mut cluster = ClusterState::default();
         let mut node = Node::new("n", Timestamp::UNIX_EPOCH);
         let key = Key::new(Kind::Node, "n");
-        let damaged = LeftOut { version: 5, ..left(Kind::Node, &json!({})) };
+        let damaged = LeftOut { version: Some(5), ..left(Kind::Node, &json!({})) };
         cluster.leave_out(key.clone(), damaged);
         let sentence = cluster.unknown(&key).unwrap();
         assert_eq!(

@@ -60,7 +60,7 @@ impl Api {
         let name = format!("{}-{}", trashed.volume, trashed.replica_id);
         let is_stored = |kind, name: &str| {
             let key = Key::new(kind, name);
-            cluster.version(&key) > 0 || cluster.unknown(&key).is_some()
+            cluster.has(&key) || cluster.unknown(&key).is_some()
         };
         trashed.restored && is_stored(Kind::Volume, &trashed.volume) && is_stored(Kind::Replica, &name)
     }

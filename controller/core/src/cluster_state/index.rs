@@ -289,7 +289,7 @@ mod tests {
             cluster.keys().collect::<Vec<_>>().iter().for_each(|key| cluster.remove(key));
             prop_assert_eq!(&cluster.index, &Index::default());
             prop_assert_eq!(&cluster.rebuilds, &RebuildIndex::default());
-            prop_assert_eq!(cluster.version(&Key::new(Kind::Node, "n1")), 0);
+            prop_assert!(!cluster.has(&Key::new(Kind::Node, "n1")));
         }
     }
 }

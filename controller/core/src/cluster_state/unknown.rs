@@ -25,7 +25,7 @@ impl ClusterState {
     #[must_use]
     pub fn unknown(&self, key: &Key) -> Option<String> {
         let left_out = self.left_out.get(key)?;
-        (self.version(key) == 0).then(|| refusal(key, left_out))
+        (!self.has(key)).then(|| refusal(key, left_out))
     }
 
     /// Returns that sentence about the first such object of a volume: the volume, its engine or one of its
@@ -67,6 +67,6 @@ impl ClusterState {
             None => left.may_be_on(node),
         };
         let replicas = self.left_out.iter().filter(|(key, _)| key.kind == Kind::Replica);
-        replicas.filter(move |(key, left)| is_there(left) && self.version(key) == 0).map(|(key, _)| key)
+        replicas.filter(move |(key, left)| is_there(left) && !self.has(key)).map(|(key, _)| key)
     }
 }

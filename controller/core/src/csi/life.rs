@@ -254,7 +254,7 @@ pub fn published_node<'a>(cluster: &ClusterState, volume: &'a Volume) -> Option<
 /// whose name no volume can have is none: no call can be about it, and no page can begin after it.
 pub fn unknown_volumes<'a>(cluster: &'a ClusterState, after: &'a str) -> impl Iterator<Item = &'a str> {
     let volumes = cluster.left_out().iter().map(|(key, _)| key).filter(|key| key.kind == Kind::Volume);
-    let volumes = volumes.filter(move |key| cluster.version(key) == 0 && VolumeName::new(&key.name).is_ok());
+    let volumes = volumes.filter(move |key| !cluster.has(key) && VolumeName::new(&key.name).is_ok());
     volumes.map(|key| &*key.name).filter(move |name| *name > after)
 }
 

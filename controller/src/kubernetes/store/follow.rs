@@ -223,7 +223,7 @@ const UNMARKED_REMEDY: &str = "let the controller change it (packaging/deploy/rb
                                webhooks); it tries again every 30 s";
 
 fn left_out(key: &Key, object: &DynamicObject, why: String, remedy: String) -> LeftOut {
-    let version = convert::version(object.metadata.resource_version.as_deref()).unwrap_or(0);
+    let version = convert::version(object.metadata.resource_version.as_deref()).ok();
     LeftOut::new(key.kind, Some(&object.data), why, remedy).at_version(version)
 }
 
@@ -430,7 +430,7 @@ fn take_tried(inner: &Inner, key: Key, tried: Tried, followed: &mut Followed) ->
         Ok(Some(Read::Object(object))) => {
             followed.left_out.remove(&key);
             inner.known.take(*object);
-            if inner.known.state().version(&key) == 0 {
+            if !inner.known.state().has(&key) {
                 // Another controller has marked it, and the watch is past that.
                 return Err(FollowError::Lost(format!("{key} was marked meanwhile")));
             }

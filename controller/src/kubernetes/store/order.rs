@@ -54,7 +54,8 @@ impl Order {
     /// Records an object that cannot be used. Returns true if it is newer than the known version.
     pub fn leave_out(&self, state: &mut ClusterState, key: &Key, left_out: LeftOut) -> bool {
         let removed = self.removed.get(key).copied().unwrap_or(0);
-        let is_newer = left_out.version == 0 || left_out.version > state.version(key).max(removed);
+        let known = state.version(key).max(removed);
+        let is_newer = left_out.version.is_none_or(|version| version > known);
         if is_newer && state.left_out().get(key) != Some(&left_out) {
             state.leave_out(key.clone(), left_out);
             return true;
@@ -70,22 +71,22 @@ impl Order {
 
     /// Handles the deletion of an object at that version in the watch. Returns true if it existed.
     pub fn take_gone(&mut self, state: &mut ClusterState, key: &Key, version: u64) -> bool {
-        let known = state.version(key);
-        let goes = known != 0 && known <= version;
+        let goes = state.has(key) && state.version(key) <= version;
         if goes {
             state.remove(key);
         }
         if self.removed.get(key).is_some_and(|removed| *removed <= version) {
             self.removed.remove(key);
         }
-        let was_left_out = state.left_out().get(key).is_some_and(|left_out| left_out.version <= version);
+        let was_left_out =
+            state.left_out().get(key).is_some_and(|left_out| left_out.version <= Some(version));
         goes | (was_left_out && state.forget_left_out(key))
     }
 
     /// Handles the removal of that version of an object by this controller.
     pub fn remove(&mut self, state: &mut ClusterState, key: &Key, version: u64) {
         // If it is not known any more, the watch has reported that already; or it was re-created.
-        if (1..=version).contains(&state.version(key)) {
+        if state.has(key) && state.version(key) <= version {
             state.remove(key);
             self.removed.insert(key.clone(), version);
         }

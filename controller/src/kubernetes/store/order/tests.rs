@@ -198,7 +198,7 @@ fn an_api_server_that_was_set_back_is_believed() {
 }
 
 fn left_out(version: u64) -> LeftOut {
-    LeftOut::default().at_version(version)
+    LeftOut::default().at_version(Some(version))
 }
 
 #[test]
