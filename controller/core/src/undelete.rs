@@ -44,7 +44,7 @@ pub struct DeletionRecord {
     pub spec: VolumeSpec,
     /// The number of its newest attachment.
     pub attach: u64,
-    /// No engine of this attachment or an older one writes.
+    /// No engine of this attachment or an older one writes; 0: no engine was fenced.
     #[serde(default)]
     pub fenced_attach: u64,
     /// The last grant.
@@ -83,7 +83,7 @@ impl DeletionRecord {
             volume_version: volume.metadata.resource_version,
             spec,
             attach: volume.status.attach,
-            fenced_attach: volume.status.fenced_attach,
+            fenced_attach: volume.status.fenced_attach.unwrap_or_default(),
             arbiter: volume.status.arbiter.clone(),
             grant_unreported: volume.status.grant_unreported,
             first_members: volume.status.first_members.clone(),
@@ -370,7 +370,7 @@ fn status(record: &DeletionRecord) -> VolumeStatus {
     VolumeStatus {
         state: VolumeState::Detached,
         attach: record.attach,
-        fenced_attach: record.fenced_attach,
+        fenced_attach: Some(record.fenced_attach).filter(|attach| *attach > 0),
         arbiter: record.arbiter.clone(),
         grant_unreported: record.grant_unreported,
         first_members: record.first_members.clone(),

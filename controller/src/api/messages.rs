@@ -52,7 +52,7 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
         encrypt_in_transit: spec.encrypt_in_transit,
         persistent_volume: status.persistent_volume.clone().unwrap_or_default(),
         claim: status.claim.clone().unwrap_or_default(),
-        actual_size_bytes: status.actual_size,
+        actual_size_bytes: status.actual_size.unwrap_or_default(),
         workloads: Vec::new(),
         ..v1::Volume::default()
     }

@@ -236,7 +236,7 @@ pub struct MemberRecord {
     pub message: String,
     /// The time since which the replica is not a member, in milliseconds since 1970; 0 for a member, or if
     /// unknown.
-    #[serde(default, serialize_with = "super::optional::number")]
+    #[serde(default, serialize_with = "super::optional::number::serialize")]
     #[schemars(with = "u64")]
     pub away_since_ms: Option<u64>,
 }

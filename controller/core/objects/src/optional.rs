@@ -5,9 +5,22 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serializer};
 
-/// Writes an optional number.
-pub(super) fn number<S: Serializer>(value: &Option<u64>, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_u64(value.unwrap_or_default())
+/// A 64-bit number that readers of JSON do not round, because it is small.
+pub(super) mod number {
+    use super::*;
+
+    pub(in super::super) fn serialize<S: Serializer>(
+        value: &Option<u64>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u64(value.unwrap_or_default())
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<u64>, D::Error> {
+        u64::deserialize(deserializer).map(|number| Some(number).filter(|number| *number > 0))
+    }
 }
 
 /// A 32-bit number.

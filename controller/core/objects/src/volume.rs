@@ -130,16 +130,19 @@ pub struct VolumeStatus {
     pub attach_started_at: Option<Timestamp>,
     /// The first attachment since which the volume has been on its node without a break. The device of an
     /// engine of this one or a later one may be carried over to the next. 0: not known.
-    #[serde(default)]
-    pub attached_since: u64,
+    #[serde(default, with = "super::optional::number")]
+    #[schemars(with = "u64")]
+    pub attached_since: Option<u64>,
     /// The newest attachment that is fenced: enough replicas refuse its engine, and those of older ones, so
     /// that they can acknowledge no write. 0: no engine was fenced.
-    #[serde(default)]
-    pub fenced_attach: u64,
+    #[serde(default, with = "super::optional::number")]
+    #[schemars(with = "u64")]
+    pub fenced_attach: Option<u64>,
     /// The attachment up to which engines are not waited for: the volume is deleted, and the node was given
     /// up. Such an engine is not fenced, and is stopped if its node comes back. 0: none.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub abandoned_attach: u64,
+    #[serde(default, with = "super::optional::number", skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "u64")]
+    pub abandoned_attach: Option<u64>,
     /// The arbiter's record of its last grant. It is part of the volume, so that the compare-and-swap which
     /// stores a grant fails if another attachment was drawn meanwhile.
     #[serde(default)]
@@ -166,9 +169,9 @@ pub struct VolumeStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub claim: Option<String>,
     /// The allocated bytes of its largest replica, to a few percent; 0 if not known yet.
-    #[serde(with = "super::quoted", default, skip_serializing_if = "is_zero")]
+    #[serde(with = "super::quoted::or_zero", default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "schema::Quoted")]
-    pub actual_size: u64,
+    pub actual_size: Option<u64>,
     /// The columns of kubectl.
     #[serde(default, skip_serializing_if = "Display::is_empty")]
     pub display: Display,
@@ -181,8 +184,19 @@ pub struct VolumeStatus {
     pub conditions: Conditions,
 }
 
-fn is_zero(number: &u64) -> bool {
-    *number == 0
+impl VolumeStatus {
+    /// Returns true if no engine of that attachment, or of an older one, can acknowledge a write any more.
+    /// The attachment 0 has no engine.
+    #[must_use]
+    pub fn is_fenced(&self, attach: u64) -> bool {
+        attach == 0 || Some(attach) <= self.fenced_attach
+    }
+
+    /// Returns true if engines of that attachment, and of older ones, are not waited for.
+    #[must_use]
+    pub fn is_abandoned(&self, attach: u64) -> bool {
+        attach == 0 || Some(attach) <= self.abandoned_attach
+    }
 }
 
 /// The columns of a volume for people. Only the reconciler writes them, and no decision depends on them.

@@ -246,7 +246,7 @@ pub fn published_node<'a>(cluster: &ClusterState, volume: &'a Volume) -> Option<
     // A stored `stopped` is a promise that no start is under way.
     let stopped = engine.spec.desire_state == DesireState::Stopped
         && (engine.status.current_state == CurrentState::Stopped
-            || engine.spec.attach <= volume.status.fenced_attach);
+            || volume.status.is_fenced(engine.spec.attach));
     holder(volume).filter(|_| !stopped)
 }
 

@@ -158,8 +158,8 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, agent: &Observed
             let mut continues = None;
             match shown.and_then(|shown| shown.attach) {
                 // The volume was attached nowhere else since: the device continues, even if it is in use.
-                Some(older) if (1..=older).contains(&volume.status.attached_since) => {
-                    continues = Some(volume.status.attached_since);
+                Some(older) if volume.status.attached_since.is_some_and(|since| since <= older) => {
+                    continues = volume.status.attached_since;
                 }
                 Some(older) => {
                     let stop = AgentCall::StopInstance { instance: key, attach: older };

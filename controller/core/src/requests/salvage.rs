@@ -63,7 +63,7 @@ impl SalvageVolume {
         let mut volume = volume.clone();
         volume.status.attach = attach;
         volume.status.attach_started_at = Some(now);
-        volume.status.attached_since = attach;
+        volume.status.attached_since = Some(attach);
         volume.status.arbiter = salvage::arbiter(attach, replica_id);
         volume.status.salvage = Some(Salvage {
             replica_id,

@@ -410,7 +410,7 @@ pub(super) fn left_behind_engine(cluster: &mut ClusterState, agents: &Agents) {
     engine.status.current_state = CurrentState::Unknown;
     cluster.insert(engine.into());
     let mut volume = cluster.volumes["v"].clone();
-    (volume.status.fenced_attach, volume.status.attach) = (ATTACH, ATTACH + 1);
+    (volume.status.fenced_attach, volume.status.attach) = (Some(ATTACH), ATTACH + 1);
     cluster.insert(volume.into());
     all_rounds(cluster, agents);
     assert!(cluster.volumes.is_empty() && cluster.engines.contains_key("v"), "{cluster:#?}");

@@ -175,7 +175,7 @@ fn a_volume_whose_engine_may_be_fenced_continues_with_the_next_engine() {
     rounds(&mut cluster, &mut agents);
     let mut drawn = volume(&cluster).clone();
     drawn.status.attach = ATTACH + 1;
-    drawn.status.attached_since = 1;
+    drawn.status.attached_since = Some(1);
     cluster.insert(drawn.into());
     for (id, node) in [(1, "a"), (2, "b")] {
         let mut running = replica(ReplicaId::from_random(id), node, None);
@@ -239,7 +239,7 @@ fn a_volume_is_detached_as_soon_as_its_engine_is_stopped_or_fenced() {
         cluster.insert(engine.into());
         let mut leaving = volume(&cluster).clone();
         leaving.status.state = VolumeState::Detaching;
-        leaving.status.fenced_attach = if fenced { ATTACH } else { 0 };
+        leaving.status.fenced_attach = fenced.then_some(ATTACH);
         cluster.insert(leaving.into());
         let key = Key::new(Kind::Volume, "v");
         let agents = agents(None);

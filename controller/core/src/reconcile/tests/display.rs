@@ -32,7 +32,7 @@ fn a_volume_shows_its_members_its_sizes_and_its_problem() {
     let display = &volume.status.display;
     let texts = [&display.size, &display.actual_size, &display.replicas, &display.reason];
     assert_eq!(texts, ["0.01Gi", "1.50Gi", "1/2", "ReplicaFailed"]);
-    assert_eq!(volume.status.actual_size, 3 << 29, "of the largest replica");
+    assert_eq!(volume.status.actual_size, Some(3 << 29), "of the largest replica");
     assert!(volume.status.conditions.iter().all(|condition| condition.observed_generation == 4));
     cluster.insert(volume.clone().into());
     assert_eq!(shown(&cluster, &agents).status.display, volume.status.display);

@@ -23,7 +23,7 @@ impl Run<'_> {
         self.next.status.current_node_id = Some(node);
         self.enter(VolumeState::Attaching);
         self.draw_attach();
-        self.next.status.attached_since = self.next.status.attach;
+        self.next.status.attached_since = Some(self.next.status.attach);
         self.set_settled(Finding::wrong("Attaching", "the replicas are being started, and then the engine"));
     }
 

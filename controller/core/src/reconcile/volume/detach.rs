@@ -24,13 +24,13 @@ pub(in crate::reconcile) fn engine_is_over(context: &Context<'_>, volume: &Volum
     // The record that an engine on a node that is given up is not waited for is stored first (`abandon`).
     engine.spec.desire_state == DesireState::Stopped
         && (engine.status.current_state == CurrentState::Stopped
-            || engine.spec.attach <= volume.status.fenced_attach
+            || volume.status.is_fenced(engine.spec.attach)
             || is_abandoned(volume, engine))
 }
 
 /// Returns true if the store records that the engine is not waited for any more.
 fn is_abandoned(volume: &Volume, engine: &Engine) -> bool {
-    volume.is_deleting() && engine.spec.attach <= volume.status.abandoned_attach
+    volume.is_deleting() && volume.status.is_abandoned(engine.spec.attach)
 }
 
 impl Run<'_> {
@@ -187,7 +187,7 @@ impl Run<'_> {
     /// arbiter grants it nothing any more.
     fn abandon(&mut self, engine: &Engine) {
         self.draw_attach();
-        self.next.status.abandoned_attach = engine.spec.attach;
+        self.next.status.abandoned_attach = Some(engine.spec.attach);
         self.set_settled(Finding::wrong(
             "Deleting",
             "the engine is on a node that is given up, and is not waited for",

@@ -36,9 +36,9 @@ impl Run<'_> {
         }
         let found = self.replicas.iter().filter_map(|replica| allocated_bytes(self.context.agents, replica));
         if let Some(found) = found.max()
-            && is_noticeable(self.next.status.actual_size, found)
+            && is_noticeable(self.next.status.actual_size.unwrap_or_default(), found)
         {
-            self.next.status.actual_size = found;
+            self.next.status.actual_size = Some(found).filter(|bytes| *bytes > 0);
         }
         self.next.status.display = display(&self.next, self.engine);
     }
@@ -99,7 +99,7 @@ fn display(volume: &Volume, engine: Option<&Engine>) -> Display {
     let reason = BY_WEIGHT.iter().find_map(wrong).map(|condition| condition.reason.clone());
     Display {
         size: gibibytes(spec.size),
-        actual_size: if status.actual_size == 0 { String::new() } else { gibibytes(status.actual_size) },
+        actual_size: status.actual_size.map(gibibytes).unwrap_or_default(),
         replicas,
         reason: reason.unwrap_or_default(),
     }

@@ -19,7 +19,7 @@ use crate::reconcile::{Reachability, START_CHECK, reachability};
 impl Run<'_> {
     /// Returns true if no engine of this attachment, or of an older one, can acknowledge a write any more.
     pub(super) fn is_fenced(&self, engine: &Engine) -> bool {
-        engine.spec.attach <= self.stored.status.fenced_attach
+        self.stored.status.is_fenced(engine.spec.attach)
     }
 
     /// Fences the engine, one step per run. `trouble` is the reason why it cannot be stopped.
@@ -44,7 +44,7 @@ impl Run<'_> {
                 self.decision.again_after(START_CHECK);
             }
             Ok(_) => {
-                self.next.status.fenced_attach = engine.spec.attach;
+                self.next.status.fenced_attach = Some(engine.spec.attach);
                 let message = format!("{trouble}; {} of its replicas refuse its engine now", reports.len());
                 self.decision.emit(self.key(), true, "EngineFenced", message);
                 self.wait_for_fence(trouble, "the engine is fenced");

@@ -51,7 +51,7 @@ impl Sim {
         // The object of an engine is deleted once the engine has ended.
         let Some(engine) = self.store.engines.get(name) else { return };
         let is_over = engine.status.current_state == CurrentState::Stopped
-            || engine.spec.attach <= volume.status.fenced_attach
+            || volume.status.is_fenced(engine.spec.attach)
             || engine.spec.node_id.as_ref().is_some_and(|node| self.is_given_up(node));
         assert!(is_over, "{} is left behind by an engine that may write", replica.metadata.name);
     }
@@ -61,7 +61,7 @@ impl Sim {
         let name = &volume.metadata.name;
         let Some(newest) = self.views.newest.get(name) else { return };
         let attach = newest.id.generation.attach;
-        if attach > volume.status.fenced_attach {
+        if !volume.status.is_fenced(attach) {
             return;
         }
         // A replica that has lost its directory, also after it has refused, serves no engine any more.
@@ -96,12 +96,17 @@ impl Sim {
         else {
             return;
         };
-        let fenced = self.store.volumes[engine.spec.volume_name.as_str()].status.fenced_attach;
-        let harmless = stored.status.current_state == CurrentState::Stopped || stored.spec.attach <= fenced;
+        let volume = &self.store.volumes[engine.spec.volume_name.as_str()].status;
+        let harmless =
+            stored.status.current_state == CurrentState::Stopped || volume.is_fenced(stored.spec.attach);
         assert!(harmless, "an engine moves that may run");
         let key = InstanceKey::engine(&engine.spec.volume_name);
         let node = self.nodes.iter().find(|other| other.name == *node).unwrap();
-        assert!(!may_write(node, &key, fenced), "the engine of {} moves while it runs", key.name);
+        assert!(
+            !may_write(node, &key, volume.fenced_attach),
+            "the engine of {} moves while it runs",
+            key.name
+        );
     }
 
     pub(super) fn check_call(&mut self, node: &NodeName, call: &AgentCall) {
@@ -134,7 +139,7 @@ impl Sim {
                 // A decision about a replaced one may be carried out after its volume is to be deleted.
                 let harmless = engine.status.current_state == CurrentState::Stopped
                     || engine.spec.node_id.as_ref().is_some_and(|node| self.is_given_up(node))
-                    || engine.spec.attach <= stored.status.fenced_attach;
+                    || stored.status.is_fenced(engine.spec.attach);
                 if !stored.metadata.is_deleting() || !harmless {
                     self.check_retirement(&call.instance().name, stored);
                 }
@@ -508,10 +513,10 @@ fn explains(volume: &Volume) -> bool {
 }
 
 /// Returns true if that engine is on the node, and no call that came late has made it, and it is not fenced.
-fn may_write(node: &SimAgent, key: &InstanceKey, fenced_attach: u64) -> bool {
+fn may_write(node: &SimAgent, key: &InstanceKey, fenced_attach: Option<u64>) -> bool {
     let engine = node.instances.get(key).filter(|_| !node.strays.contains(key));
     engine.is_some_and(|engine| match &engine.detail {
-        Detail::Engine(shown) => shown.attach > Some(fenced_attach),
+        Detail::Engine(shown) => shown.attach > fenced_attach,
         Detail::Replica(_) => false,
     })
 }

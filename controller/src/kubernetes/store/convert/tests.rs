@@ -1,8 +1,8 @@
 use shorthorn_controller_core::objects::{
     ConditionType, Conditions, CurrentState, DataState, DesireState, Discovered, DiskSpec, DiskStatus,
-    Display, EnginePhase, EngineSpec, EngineStatus, ExpansionStatus, Finding, Frontend, FrontendStatus, MemberMode,
-    MemberRecord, NodeSpec, NodeStatus, RebuildLimits, ReplicaSpec, ReplicaStatus, Salvage, VolumeSpec,
-    VolumeStatus,
+    Display, EnginePhase, EngineSpec, EngineStatus, ExpansionStatus, Finding, Frontend, FrontendStatus,
+    MemberMode, MemberRecord, NodeSpec, NodeStatus, RebuildLimits, ReplicaSpec, ReplicaStatus, Salvage,
+    VolumeSpec, VolumeStatus,
 };
 use shorthorn_controller_core::schema::pruned;
 use shorthorn_controller_core::{Labels, NodeName, ReplicaTarget, Timestamp, labels, salvage};
@@ -81,8 +81,8 @@ fn full_volume() -> Volume {
             current_node_id: Some(node_name()),
             attach: u64::from(u32::MAX) + 1,
             attach_started_at: Some(now()),
-            attached_since: 3,
-            fenced_attach: 2,
+            attached_since: Some(3),
+            fenced_attach: Some(2),
             current_size: Some(1 << 39),
             arbiter: salvage::arbiter(7, id()),
             salvage: Some(Salvage {
@@ -96,7 +96,7 @@ fn full_volume() -> Volume {
             }),
             first_members: vec![id()],
             claim: Some("shop/orders".to_owned()),
-            actual_size: 1 << 30,
+            actual_size: Some(1 << 30),
             display: Display { replicas: "1/2".to_owned(), ..Display::default() },
             conditions: conditions(now()),
             ..VolumeStatus::default()

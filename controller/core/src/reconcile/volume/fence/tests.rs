@@ -132,7 +132,7 @@ impl Lost {
     }
 
     fn is_fenced(&self) -> bool {
-        self.volume().status.fenced_attach == OLD
+        self.volume().status.fenced_attach == Some(OLD)
     }
 }
 
