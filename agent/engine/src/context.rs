@@ -5,6 +5,7 @@ mod control_connections;
 pub mod control_link;
 mod snapshot_use;
 
+use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -30,7 +31,8 @@ pub struct EngineContext {
     pub snapshot_use: SnapshotUse,
     /// True if the rebuild task of each number has not ended.
     rebuild_tasks: [AtomicBool; MAX_MEMBERS],
-    /// The maximum number of bytes copied per second; 0: no limit.
+    /// The most that is copied in a second; 0: no limit. Only [`EngineContext::limit`] and
+    /// [`EngineContext::bytes_per_s`] convert that.
     bytes_per_s: AtomicU64,
     begun: Instant,
 }
@@ -112,13 +114,13 @@ impl EngineContext {
     }
 
     /// Limits the speed of copies from now on.
-    pub fn limit(&self, bytes_per_s: u64) {
-        self.bytes_per_s.store(bytes_per_s, Ordering::Relaxed);
+    pub fn limit(&self, bytes_per_s: Option<NonZeroU64>) {
+        self.bytes_per_s.store(bytes_per_s.map_or(0, NonZeroU64::get), Ordering::Relaxed);
     }
 
-    /// Returns the maximum number of bytes copied per second; 0: no limit.
-    pub fn bytes_per_s(&self) -> u64 {
-        self.bytes_per_s.load(Ordering::Relaxed)
+    /// Returns the most that is copied in a second; none: no limit.
+    pub fn bytes_per_s(&self) -> Option<NonZeroU64> {
+        NonZeroU64::new(self.bytes_per_s.load(Ordering::Relaxed))
     }
 
     /// Returns the numbers of the replicas in the view, those on this host first.

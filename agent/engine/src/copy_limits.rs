@@ -1,9 +1,16 @@
-//! The limits of rebuilds and resyncs, from the spec to the core.
+//! The limits of rebuilds, resyncs and scrubs, from the spec and the control socket to the core.
 
-use shorthorn_control::RebuildLimits;
-use shorthorn_core::CopyLimits;
+use std::num::NonZeroU64;
+
+use shorthorn_control::{RebuildLimits, ScrubCommand};
+use shorthorn_core::{CopyLimits, ScrubConfig};
 
 /// Converts the limits to those of the core.
 pub(crate) fn copy_limits(limits: RebuildLimits) -> CopyLimits {
-    CopyLimits { bytes_per_s: limits.bytes_per_s, share_percent: limits.share_percent }
+    CopyLimits { bytes_per_s: NonZeroU64::new(limits.bytes_per_s), share_percent: limits.share_percent }
+}
+
+/// Converts the command to the settings of the core.
+pub(crate) fn scrub_config(command: ScrubCommand) -> ScrubConfig {
+    ScrubConfig { bytes_per_s: NonZeroU64::new(command.bytes_per_s), repair: command.repair }
 }

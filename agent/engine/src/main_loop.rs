@@ -535,7 +535,7 @@ fn context(spec: &EngineSpec, opened: &Opened, shared: Arc<Shared>) -> EngineCon
     let peers = spec.replicas.iter().zip(complete).zip(runs).map(peer).collect();
     let context =
         EngineContext::new(Connector::new(spec, opened.view.id.generation), spec.queues, shared, peers);
-    context.limit(spec.rebuild.bytes_per_s);
+    context.limit(copy_limits(spec.rebuild).bytes_per_s);
     context
 }
 

@@ -25,6 +25,7 @@ use shorthorn_wire::{EMPTY_SUM, LayerCheck, LayerRange, SUM_PIECE_BYTES};
 
 use crate::connection::ConnectError;
 use crate::context::EngineContext;
+use crate::copy_limits::scrub_config;
 use crate::error::EngineError;
 use crate::events::{Done, MainEvent, ScrubFinding, ScrubProgress};
 use crate::pacer::Pacer;
@@ -251,7 +252,7 @@ impl Scrubber {
 
     /// Keeps to the limit.
     fn wait(&mut self, bytes: u64) -> Result<(), ScrubError> {
-        let pause = self.pacer.pause(self.command.bytes_per_s, bytes, Instant::now());
+        let pause = self.pacer.pause(scrub_config(self.command).bytes_per_s, bytes, Instant::now());
         self.pause(pause)
     }
 
@@ -391,7 +392,7 @@ mod tests {
             stamp: 0,
             out_of_sync_stamps: Vec::new(),
             copy_slots: 2,
-            copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 100 },
+            copy_limits: CopyLimits { bytes_per_s: None, share_percent: 100 },
             intent_interval_ms: 0,
             intent_keep_bytes: 0,
             verify_reads: false,

@@ -371,7 +371,7 @@ fn outlast_lies(sim: &Rc<RefCell<Simulation>>, tasks: &mut Tasks) {
 fn order_scrub(sim: &Rc<RefCell<Simulation>>) -> bool {
     let mut sim = sim.borrow_mut();
     let Some(engine) = sim.guest.engine.filter(|_| sim.guest.replicas.len() > 1) else { return false };
-    let scrub = ScrubConfig { bytes_per_s: 0, repair: true };
+    let scrub = ScrubConfig { bytes_per_s: None, repair: true };
     sim.trace(|| "the volume is scrubbed".to_owned());
     sim.order_scrub(engine, 0, scrub)
 }

@@ -283,7 +283,7 @@ impl Process {
             stamp: opened.stamp,
             out_of_sync_stamps: opened.out_of_sync_stamps.clone(),
             copy_slots: COPY_SLOTS,
-            copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
+            copy_limits: CopyLimits { bytes_per_s: None, share_percent: 50 },
             intent_interval_ms: 300,
             intent_keep_bytes: 0,
             verify_reads: verifies_reads(self.engine),
@@ -346,7 +346,7 @@ impl Process {
             self.follow_size().await;
             let mut sim = self.sim.borrow_mut();
             if sim.rng.u8(..) < 3 {
-                let scrub = ScrubConfig { bytes_per_s: 0, repair: true };
+                let scrub = ScrubConfig { bytes_per_s: None, repair: true };
                 sim.order_scrub(self.engine, 0, scrub);
             }
         }

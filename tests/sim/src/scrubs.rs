@@ -1,5 +1,7 @@
 //! Scrubs that an operator orders beside requests. Some only report, and some are stopped midway.
 
+use std::num::NonZeroU64;
+
 use shorthorn_core::{Event, Operation, ScrubConfig};
 use shorthorn_types::ByteRange;
 
@@ -14,7 +16,11 @@ impl Simulation {
     pub fn scrub_for(&mut self, repair: bool, bytes_per_s: u64, for_us: Micros) -> bool {
         let Some(engine) = self.guest.engine else { return false };
         let number = self.fresh();
-        if !self.order_scrub(engine, number, ScrubConfig { bytes_per_s, repair }) {
+        if !self.order_scrub(
+            engine,
+            number,
+            ScrubConfig { bytes_per_s: NonZeroU64::new(bytes_per_s), repair },
+        ) {
             return false;
         }
         self.after(for_us, Occurrence::Mend(Mend::Scrub(engine, number)));

@@ -22,7 +22,7 @@ pub(crate) struct Bucket {
 
 impl Bucket {
     pub fn new(limits: CopyLimits) -> Bucket {
-        let tokens = (limits.bytes_per_s > 0).then_some(i64::from(MAX_IO_BYTES));
+        let tokens = limits.bytes_per_s.map(|_| i64::from(MAX_IO_BYTES));
         Bucket { limits, tokens, moved_bytes: 0, refilled_at_ms: 0 }
     }
 
@@ -63,7 +63,7 @@ impl Bucket {
         let moved_bytes = std::mem::take(&mut self.moved_bytes);
         let in_time = |bytes_per_s: u64| bytes_per_s.saturating_mul(passed_ms) / 1000;
         let CopyLimits { bytes_per_s, share_percent } = self.limits;
-        let by_rate = (bytes_per_s > 0).then(|| in_time(bytes_per_s).max(1));
+        let by_rate = bytes_per_s.map(|rate| in_time(rate.get()).max(1));
         let share = u64::from(share_percent.clamp(1, 100));
         let by_share = (moved_bytes > 0 && share < 100)
             .then(|| (moved_bytes.saturating_mul(share) / (100 - share)).max(in_time(SHARE_BYTES_PER_S_MIN)));
@@ -85,9 +85,15 @@ fn signed(bytes: u64) -> i64 {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU64;
+
     use super::*;
 
     const REGION_BYTES: u64 = 64 << 10;
+
+    fn limits(bytes_per_s: u64, share_percent: u8) -> CopyLimits {
+        CopyLimits { bytes_per_s: NonZeroU64::new(bytes_per_s), share_percent }
+    }
 
     /// Returns the bytes that are copied in ten seconds, while the frontend moves `moved` bytes per 100 ms.
     fn copied(limits: CopyLimits, moved: u64) -> u64 {
@@ -105,14 +111,14 @@ mod tests {
 
     #[test]
     fn keeps_to_the_rate() {
-        let limits = CopyLimits { bytes_per_s: 10 << 20, share_percent: 100 };
+        let limits = limits(10 << 20, 100);
         let bytes = copied(limits, 1 << 30);
         assert!((100 << 20..102 << 20).contains(&bytes), "{bytes}");
     }
 
     #[test]
     fn takes_its_share_of_a_busy_frontend_and_all_of_an_idle_one() {
-        let limits = CopyLimits { bytes_per_s: 0, share_percent: 20 };
+        let limits = limits(0, 20);
         let bytes = copied(limits, 40 << 20);
         assert!((995 << 20..1005 << 20).contains(&bytes), "a fifth of what moves: {bytes}");
         assert!(copied(limits, 0) >= 1 << 40);
@@ -120,13 +126,13 @@ mod tests {
 
     #[test]
     fn copies_always_continue() {
-        let limits = CopyLimits { bytes_per_s: 0, share_percent: 1 };
+        let limits = limits(0, 1);
         assert!(copied(limits, 1) >= 39 << 20);
     }
 
     #[test]
     fn writes_that_cannot_wait_make_bounded_debts() {
-        let limits = CopyLimits { bytes_per_s: 8 << 20, share_percent: 50 };
+        let limits = limits(8 << 20, 50);
         let mut bucket = Bucket::new(limits);
         for _ in 0..1000 {
             bucket.pay(1 << 20);

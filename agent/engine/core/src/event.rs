@@ -1,5 +1,7 @@
 //! Events (inputs) and outputs of the core.
 
+use std::num::NonZeroU64;
+
 use shorthorn_types::{ByteRange, Errno, MarkRegions, Members, RegionSet, ReplicaReport, View, ViewId};
 
 use crate::cause::FailedRequest;
@@ -77,8 +79,8 @@ pub struct FlightLimits {
 /// The share of the volume's speed that copies may take. Regions that a request waits for are copied at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyLimits {
-    /// The maximum number of bytes copied per second; 0: no limit.
-    pub bytes_per_s: u64,
+    /// The most that is copied; none: no limit.
+    pub bytes_per_s: Option<NonZeroU64>,
     /// The maximum percentage of copies in all bytes that move while the frontend is busy, 1 to 100.
     pub share_percent: u8,
 }
@@ -86,8 +88,8 @@ pub struct CopyLimits {
 /// The settings of a scrub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScrubConfig {
-    /// The maximum number of bytes compared per second; 0: no limit.
-    pub bytes_per_s: u64,
+    /// The most that is compared; none: no limit.
+    pub bytes_per_s: Option<NonZeroU64>,
     /// True if the scrub makes differing blocks equal to the majority.
     pub repair: bool,
 }

@@ -117,6 +117,8 @@ impl Resync {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU64;
+
     use shorthorn_types::ByteRange;
 
     use super::*;
@@ -144,7 +146,7 @@ mod tests {
     }
 
     fn bucket(bytes_per_s: u64) -> Bucket {
-        Bucket::new(CopyLimits { bytes_per_s, share_percent: 100 })
+        Bucket::new(CopyLimits { bytes_per_s: NonZeroU64::new(bytes_per_s), share_percent: 100 })
     }
 
     fn regions() -> Regions {

@@ -151,6 +151,8 @@ impl Suspects {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU64;
+
     use super::*;
 
     fn range(first_block: u64, blocks: u64) -> ByteRange {
@@ -158,7 +160,7 @@ mod tests {
     }
 
     fn scrub(bytes_per_s: u64) -> Scrub {
-        Scrub::new(ScrubConfig { bytes_per_s, repair: true })
+        Scrub::new(ScrubConfig { bytes_per_s: NonZeroU64::new(bytes_per_s), repair: true })
     }
 
     #[test]

@@ -133,7 +133,7 @@ impl Engine {
             stamp: 0,
             out_of_sync_stamps: Vec::new(),
             copy_slots: 4,
-            copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 50 },
+            copy_limits: CopyLimits { bytes_per_s: None, share_percent: 50 },
             intent_interval_ms: 0,
             intent_keep_bytes: 0,
             verify_reads: false,

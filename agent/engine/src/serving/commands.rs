@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use shorthorn_control::{ProcessCommand, RebuildLimits, ReplicaEndpoint, ScrubCommand, ScrubStatus};
-use shorthorn_core::{Event, PeerConfig, PeerIndex, PeerState, ScrubConfig};
+use shorthorn_core::{Event, PeerConfig, PeerIndex, PeerState};
 use shorthorn_recovery::{ServingEngine, Standing};
 use shorthorn_types::View;
 use shorthorn_types::limits::MAX_MEMBERS;
@@ -11,7 +11,7 @@ use shorthorn_types::limits::MAX_MEMBERS;
 use super::moves::Peering;
 use super::{NO_DELAY, Serving};
 use crate::context::Peer;
-use crate::copy_limits::copy_limits;
+use crate::copy_limits::{copy_limits, scrub_config};
 use crate::error::EngineError;
 use crate::events::Ending;
 use crate::scrubber::Scrubbing;
@@ -65,8 +65,9 @@ impl Serving<'_> {
         }
         tracing::info!(volume = %self.spec.volume, ?limits, "the limits of copies have changed");
         self.spec.rebuild = limits;
+        let limits = copy_limits(limits);
         self.context().limit(limits.bytes_per_s);
-        self.shared().send_to_core(Event::SetCopyLimits(copy_limits(limits)));
+        self.shared().send_to_core(Event::SetCopyLimits(limits));
     }
 
     /// Starts a scrub with the snapshots. Their rot shows in the volume too, and two members cannot tell
@@ -89,7 +90,7 @@ impl Serving<'_> {
             engine.scrub =
                 Some(ScrubStatus { number: Some(number), running: true, ..ScrubStatus::default() });
         });
-        let config = ScrubConfig { bytes_per_s: command.bytes_per_s, repair: command.repair };
+        let config = scrub_config(command);
         let scrubbing = Scrubbing::start(Arc::clone(self.rebuild_tasks.context()), command, number)?;
         self.snapshots = Some((scrubbing, config));
         Ok(())

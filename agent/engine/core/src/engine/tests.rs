@@ -55,7 +55,7 @@ fn config(replicas: u64, members: u64) -> CoreConfig {
         stamp: 0,
         out_of_sync_stamps: Vec::new(),
         copy_slots: 3,
-        copy_limits: CopyLimits { bytes_per_s: 0, share_percent: 100 },
+        copy_limits: CopyLimits { bytes_per_s: None, share_percent: 100 },
         intent_interval_ms: INTERVAL_MS,
         intent_keep_bytes: 0,
         verify_reads: false,

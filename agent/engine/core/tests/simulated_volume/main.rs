@@ -16,6 +16,7 @@ mod frontend;
 mod replica;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroU64;
 
 use proptest::prelude::*;
 use replica::{BLOCK_UNITS, REGIONS, REPLICAS, Replica, SIZE_BYTES, UNIT_BYTES, UNITS, region_set, units};
@@ -409,7 +410,7 @@ impl SimulatedVolume {
                 }
             }
             20 if self.dice.one_in(5) => {
-                let config = ScrubConfig { bytes_per_s: 0, repair: self.dice.one_in(2) };
+                let config = ScrubConfig { bytes_per_s: None, repair: self.dice.one_in(2) };
                 self.apply(Event::Scrub(Some(config)));
             }
             21 if self.dice.one_in(10) => {
@@ -544,7 +545,7 @@ fn config(view: View, out_of_sync: Vec<BTreeSet<u32>>) -> CoreConfig {
         stamp: 0,
         out_of_sync_stamps: Vec::new(),
         copy_slots: COPY_SLOTS,
-        copy_limits: CopyLimits { bytes_per_s: 1 << 20, share_percent: 50 },
+        copy_limits: CopyLimits { bytes_per_s: NonZeroU64::new(1 << 20), share_percent: 50 },
         intent_interval_ms: 400,
         intent_keep_bytes: 0,
         verify_reads: false,

@@ -1,5 +1,7 @@
 //! Making members equal, clearing write intent, and scrubbing.
 
+use std::num::NonZeroU64;
+
 use shorthorn_types::{MarkAction, RegionsOf, is_current};
 
 use super::*;
@@ -15,7 +17,7 @@ fn unequal(regions: &[u32]) -> Bench {
     config.dirty = region_set(regions);
     config.peers[1].local = true;
     config.copy_slots = 2;
-    config.copy_limits.bytes_per_s = 64 << 10;
+    config.copy_limits.bytes_per_s = NonZeroU64::new(64 << 10);
     Bench::with(&config)
 }
 
@@ -317,7 +319,7 @@ fn writes_after_the_flush_was_sent_stay_dirty() {
 }
 
 fn scrub(repair: bool) -> Event {
-    Event::Scrub(Some(ScrubConfig { bytes_per_s: 0, repair }))
+    Event::Scrub(Some(ScrubConfig { bytes_per_s: None, repair }))
 }
 
 #[test]

@@ -136,7 +136,7 @@ fn a_repair_found_while_a_rebuilding_replica_is_proposed_reaches_it() {
     let mut config = config(4, 3);
     config.peers[1].local = true;
     let mut bench = Bench::with(&config);
-    let out = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: 0, repair: true })));
+    let out = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: None, repair: true })));
     let slot = out.iter().find_map(|output| match output {
         Output::Send { slot, operation: Operation::Verify, .. } => Some(*slot),
         _ => None,

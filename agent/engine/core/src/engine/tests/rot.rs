@@ -212,7 +212,7 @@ fn a_block_that_all_have_lost_is_copied_and_reported() {
 /// Scrubs two members; `sums` returns the answer of a member for one block or for all of them.
 fn scrub(sums: impl Fn(PeerIndex, ByteRange) -> Result<u32, Errno>) -> Outputs {
     let mut bench = Bench::new(2);
-    let mut outputs = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: 0, repair: true })));
+    let mut outputs = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: None, repair: true })));
     let mut at = 0;
     while at < outputs.len() {
         let event = match &outputs[at] {
@@ -260,7 +260,7 @@ fn a_scrub_of_two_repairs_the_one_that_holds_rot() {
 fn a_repair_that_a_member_has_no_space_for_is_not_done() {
     for is_full in [false, true] {
         let mut bench = Bench::new(4);
-        let mut outputs = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: 0, repair: true })));
+        let mut outputs = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: None, repair: true })));
         let mut at = 0;
         while at < outputs.len() {
             let event = match &outputs[at] {
@@ -300,9 +300,9 @@ fn a_scrub_repairs_no_block_without_a_proven_source() {
 /// somewhere in the piece, and the other may be wrong in another block of it.
 #[test]
 fn a_piece_with_rot_is_not_repaired_as_a_whole_after_its_scrub_has_ended() {
-    for next in [None, Some(ScrubConfig { bytes_per_s: 0, repair: true })] {
+    for next in [None, Some(ScrubConfig { bytes_per_s: None, repair: true })] {
         let mut bench = Bench::new(2);
-        let out = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: 0, repair: true })));
+        let out = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: None, repair: true })));
         let verify = |peer| (peer, Operation::Verify, 0, SIZE_BYTES);
         assert_eq!(parts(&out), [verify(0), verify(1)]);
         bench.apply(Event::Scrub(next));
@@ -437,7 +437,7 @@ fn rot_that_cannot_be_repaired_is_reported_once() {
 #[test]
 fn a_read_repairs_rot_that_a_scrub_has_reported() {
     let mut bench = verifying(2);
-    let mut outputs = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: 0, repair: false })));
+    let mut outputs = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: None, repair: false })));
     let mut at = 0;
     let mut is_read = false;
     loop {
