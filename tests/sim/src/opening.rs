@@ -284,7 +284,7 @@ impl Process {
             out_of_sync_stamps: opened.out_of_sync_stamps.clone(),
             copy_slots: COPY_SLOTS,
             copy_limits: CopyLimits { bytes_per_s: None, share_percent: 50 },
-            intent_interval_ms: 300,
+            intent_interval_ms: Some(300),
             intent_keep_bytes: 0,
             verify_reads: verifies_reads(self.engine),
             refuses_requests: host.is_some_and(|host| sim.hosts[host].lost_writes),

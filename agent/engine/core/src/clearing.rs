@@ -28,8 +28,8 @@ const STAMPS_PER_TURN: u32 = 3;
 pub(crate) struct Clearing {
     phase: ClearingPhase,
     final_clearing: FinalClearing,
-    /// The interval in milliseconds; 0 disables clearing.
-    interval_ms: u64,
+    /// The interval in milliseconds; none: regions are cleared only by the final turn.
+    interval_ms: Option<u64>,
     keep_bytes: u64,
     turned_at_ms: u64,
     /// Replicas that were sent the flush and have not failed since.
@@ -84,7 +84,7 @@ pub(crate) enum StampStep {
 impl Clearing {
     /// Starts with a turn that has nothing to clear. All members store the newest stamp at once, so that a
     /// member that has lost its own stamp has one again.
-    pub fn new(interval_ms: u64, keep_bytes: u64, stamp: u32) -> Clearing {
+    pub fn new(interval_ms: Option<u64>, keep_bytes: u64, stamp: u32) -> Clearing {
         Clearing {
             phase: ClearingPhase::Stamping(0),
             final_clearing: FinalClearing::No,
@@ -110,7 +110,7 @@ impl Clearing {
 
     /// Returns true if regions are cleared before the end of the engine.
     pub fn is_enabled(&self) -> bool {
-        self.interval_ms > 0
+        self.interval_ms.is_some()
     }
 
     /// Requests a turn that clears all that it can, as soon as possible.
@@ -127,9 +127,9 @@ impl Clearing {
     pub fn is_due(&self, now_ms: u64, dirty_bytes: u64, is_rebuilding: bool) -> bool {
         // The progress of a rebuilding replica is recorded with a turn too.
         let is_calm = dirty_bytes <= self.keep_bytes && !is_rebuilding;
-        let interval_ms = self.interval_ms * if is_calm { CALM_INTERVALS } else { 1 };
-        self.final_clearing == FinalClearing::Wanted
-            || (self.interval_ms > 0 && now_ms >= self.turned_at_ms + interval_ms)
+        let intervals = if is_calm { CALM_INTERVALS } else { 1 };
+        let is_over = |interval_ms: u64| now_ms >= self.turned_at_ms + interval_ms * intervals;
+        self.final_clearing == FinalClearing::Wanted || self.interval_ms.is_some_and(is_over)
     }
 
     /// Starts a turn. Returns true if it has to clear all that it can.
@@ -241,7 +241,7 @@ mod tests {
 
     /// Returns a clearing whose members have stored the first stamp.
     fn level() -> Clearing {
-        let mut clearing = Clearing::new(INTERVAL_MS, 4096, 7);
+        let mut clearing = Clearing::new(Some(INTERVAL_MS), 4096, 7);
         assert_eq!(clearing.next_stamp(true), StampStep::Send);
         assert_eq!(clearing.next_stamp(true), StampStep::AllStored);
         assert_eq!(clearing.stamp(), 7, "the first stamp is not new");
@@ -297,7 +297,7 @@ mod tests {
 
     #[test]
     fn a_loss_during_the_marks_stops_none_of_them() {
-        let mut clearing = Clearing::new(INTERVAL_MS, 0, 0);
+        let mut clearing = Clearing::new(Some(INTERVAL_MS), 0, 0);
         clearing.next_stamp(true);
         clearing.next_stamp(true);
         assert!(!clearing.forget(MEMBER, true) && clearing.is_marking());
@@ -310,13 +310,13 @@ mod tests {
         assert!(!clearing.is_due(1499, 8192, false) && clearing.is_due(1500, 8192, false));
         assert!(!clearing.is_due(12_499, 4096, false) && clearing.is_due(12_500, 4096, false));
         assert!(clearing.is_due(1500, 0, true), "a rebuild makes progress that is to be recorded");
-        let never = Clearing::new(0, 0, 0);
+        let never = Clearing::new(None, 0, 0);
         assert!(!never.is_enabled() && !never.is_due(u64::MAX, 8192, true));
     }
 
     #[test]
     fn the_final_turn_is_due_at_once_and_ends_once() {
-        let mut clearing = Clearing::new(0, 0, 0);
+        let mut clearing = Clearing::new(None, 0, 0);
         clearing.rest();
         clearing.want_final();
         assert!(clearing.is_due(0, 0, false) && !clearing.take_final_end());

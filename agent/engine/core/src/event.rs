@@ -50,10 +50,10 @@ pub struct CoreConfig {
     pub copy_slots: u16,
     /// The limits of the speed of copies.
     pub copy_limits: CopyLimits,
-    /// The minimum time for which a region stays dirty after its last write. 0: regions stay dirty until
+    /// The minimum time for which a region stays dirty after its last write. None: regions stay dirty until
     /// [`Event::ClearAll`], and regions copied to rebuilding replicas stay in the members' out-of-sync sets
     /// as well.
-    pub intent_interval_ms: u64,
+    pub intent_interval_ms: Option<u64>,
     /// The limit up to which regions that are written now and then stay dirty for longer. It bounds the bytes
     /// that may differ after a crash.
     pub intent_keep_bytes: u64,

@@ -34,7 +34,7 @@ fn core() -> EngineCore {
         out_of_sync_stamps: Vec::new(),
         copy_slots: 4,
         copy_limits: CopyLimits { bytes_per_s: None, share_percent: 50 },
-        intent_interval_ms: 60_000,
+        intent_interval_ms: Some(60_000),
         intent_keep_bytes: 0,
         verify_reads: false,
         refuses_requests: false,

@@ -63,7 +63,7 @@ impl Volume {
             out_of_sync_stamps: Vec::new(),
             copy_slots: 4,
             copy_limits: CopyLimits { bytes_per_s: None, share_percent: 50 },
-            intent_interval_ms: 3000,
+            intent_interval_ms: Some(3000),
             intent_keep_bytes: 0,
             verify_reads: false,
             refuses_requests: false,
@@ -168,7 +168,9 @@ fn answer_to(output: &Output) -> Option<(PeerIndex, Event)> {
         }
         Output::Propose { peer, view, .. } => (*peer, Event::ViewStored { peer: *peer, view: view.id }),
         Output::Mark { peer, mark, .. } => (*peer, Event::Marked { peer: *peer, mark: *mark }),
-        Output::Ping { peer, queue } => (*peer, Event::Pong { peer: *peer, queue: *queue, free_mib: Some(1000) }),
+        Output::Ping { peer, queue } => {
+            (*peer, Event::Pong { peer: *peer, queue: *queue, free_mib: Some(1000) })
+        }
         _ => return None,
     })
 }

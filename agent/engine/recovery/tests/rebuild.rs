@@ -134,7 +134,7 @@ impl Engine {
             out_of_sync_stamps: Vec::new(),
             copy_slots: 4,
             copy_limits: CopyLimits { bytes_per_s: None, share_percent: 50 },
-            intent_interval_ms: 0,
+            intent_interval_ms: None,
             intent_keep_bytes: 0,
             verify_reads: false,
             refuses_requests: false,

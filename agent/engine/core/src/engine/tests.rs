@@ -56,7 +56,7 @@ fn config(replicas: u64, members: u64) -> CoreConfig {
         out_of_sync_stamps: Vec::new(),
         copy_slots: 3,
         copy_limits: CopyLimits { bytes_per_s: None, share_percent: 100 },
-        intent_interval_ms: INTERVAL_MS,
+        intent_interval_ms: Some(INTERVAL_MS),
         intent_keep_bytes: 0,
         verify_reads: false,
         refuses_requests: false,

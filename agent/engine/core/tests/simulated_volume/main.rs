@@ -234,7 +234,9 @@ impl SimulatedVolume {
             Output::Commit { peer, view } => (peer, SentRequest::Commit { view: *view }),
             Output::Mark { peer, mark, change } => (peer, SentRequest::Mark { mark, change }),
             Output::Complete { slot, outcome } => return self.completed(slot, outcome),
-            Output::Ping { peer, queue } => return self.apply(Event::Pong { peer, queue, free_mib: Some(1000) }),
+            Output::Ping { peer, queue } => {
+                return self.apply(Event::Pong { peer, queue, free_mib: Some(1000) });
+            }
             Output::AskGrant { view, .. } => {
                 self.granting = Some(*view);
                 return;
@@ -546,7 +548,7 @@ fn config(view: View, out_of_sync: Vec<BTreeSet<u32>>) -> CoreConfig {
         out_of_sync_stamps: Vec::new(),
         copy_slots: COPY_SLOTS,
         copy_limits: CopyLimits { bytes_per_s: NonZeroU64::new(1 << 20), share_percent: 50 },
-        intent_interval_ms: 400,
+        intent_interval_ms: Some(400),
         intent_keep_bytes: 0,
         verify_reads: false,
         refuses_requests: false,

@@ -499,7 +499,7 @@ fn a_clearing_ends_if_the_last_member_cannot_flush() {
 #[test]
 fn regions_within_the_limit_to_keep_are_cleared_later() {
     let mut config = config(3, 3);
-    (config.intent_interval_ms, config.intent_keep_bytes) = (1, 2 * 65536);
+    (config.intent_interval_ms, config.intent_keep_bytes) = (Some(1), 2 * 65536);
     let mut bench = Bench::with(&config);
     let write = |bench: &mut Bench, region: u64| {
         let out = bench.submit(0, WRITE, region * REGION_BLOCKS);
@@ -521,7 +521,7 @@ fn regions_within_the_limit_to_keep_are_cleared_later() {
 #[test]
 fn regions_stay_dirty_if_the_clearing_interval_is_zero() {
     let mut config = config(3, 3);
-    config.intent_interval_ms = 0;
+    config.intent_interval_ms = None;
     let mut bench = Bench::with(&config);
     let out = bench.submit(0, WRITE, 0);
     bench.answer(out, &[]);
