@@ -4,7 +4,7 @@ use shorthorn_regions::{PageDamage, SetKey, WriteIntentLog};
 use shorthorn_types::{RegionSet, Regions, ReplicaId};
 use shorthorn_views::{ReplicaViews, remembers};
 
-use crate::state::ReplicaState;
+use crate::state::{LeftRecord, ReplicaState};
 use crate::steps::{Disk, DurableStep, Fault, is_final};
 
 /// The files that a replica finds on its disk.
@@ -101,8 +101,7 @@ impl ReplicaState {
             views,
             intent_log,
             is_loss_recorded,
-            is_left_recorded,
-            may_be_left_recorded: false,
+            left_record: if is_left_recorded { LeftRecord::Present } else { LeftRecord::Absent },
             failures,
             failure: None,
         };

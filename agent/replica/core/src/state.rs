@@ -21,13 +21,22 @@ pub struct ReplicaState {
     pub(crate) intent_log: WriteIntentLog,
     /// The disk says that data may be gone.
     pub(crate) is_loss_recorded: bool,
-    /// The disk says to Longhorn that the replica has left a view.
-    pub(crate) is_left_recorded: bool,
-    /// Taking that record back has failed, perhaps only at its end: the record may be there or not.
-    pub(crate) may_be_left_recorded: bool,
+    /// The record for Longhorn that the replica has left a view.
+    pub(crate) left_record: LeftRecord,
     /// The number of earlier failures in a row.
     pub(crate) failures: u32,
     pub(crate) failure: Option<ReplicaFailure>,
+}
+
+/// The record on the disk that says to Longhorn that the replica has left a view.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LeftRecord {
+    /// The disk has no such record.
+    Absent,
+    /// The removal of the record has failed, perhaps only at its end: the record may be there or not.
+    Unknown,
+    /// The disk has the record.
+    Present,
 }
 
 impl ReplicaState {
@@ -254,21 +263,21 @@ impl ReplicaState {
         disk: &mut D,
         views: &ReplicaViews,
     ) -> Result<(), D::Error> {
-        if !self.is_left_recorded && !is_in_all(self.me, views) {
+        if self.left_record != LeftRecord::Present && !is_in_all(self.me, views) {
             self.perform(disk, DurableStep::RecordLeft)?;
-            self.is_left_recorded = true;
+            self.left_record = LeftRecord::Present;
         }
         Ok(())
     }
 
     /// Takes that back if all views that may count have the replica.
     fn record_member<D: Disk>(&mut self, disk: &mut D) -> Result<(), D::Error> {
-        if (self.is_left_recorded || self.may_be_left_recorded) && is_in_all(self.me, &self.views) {
+        if self.left_record != LeftRecord::Absent && is_in_all(self.me, &self.views) {
             // If only the end of the step fails, the record is gone: the next view without the replica has it
             // made once more.
-            (self.is_left_recorded, self.may_be_left_recorded) = (false, true);
+            self.left_record = LeftRecord::Unknown;
             self.perform(disk, DurableStep::RecordMember)?;
-            self.may_be_left_recorded = false;
+            self.left_record = LeftRecord::Absent;
         }
         Ok(())
     }
