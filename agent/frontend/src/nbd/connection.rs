@@ -100,10 +100,18 @@ pub(super) struct Connection {
     replies: usize,
     /// True if nothing is read beyond the request that has begun.
     parking: bool,
-    /// True if the client has closed its side.
-    ended: bool,
-    /// True if the end was agreed: the client, or the server, has said good-bye.
-    left: bool,
+    end: ConnectionEnd,
+}
+
+/// The way in which the client and the server have ended a connection so far.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ConnectionEnd {
+    /// The connection has not ended, unless it is dead.
+    Open,
+    /// The client has closed its side without a good-bye.
+    ClosedByClient,
+    /// The end was agreed: the client, or the server, has said good-bye.
+    Agreed,
 }
 
 impl Connection {
@@ -131,8 +139,7 @@ impl Connection {
             commands: 0,
             replies: 0,
             parking: false,
-            ended: false,
-            left: false,
+            end: ConnectionEnd::Open,
         }
     }
 
@@ -159,7 +166,7 @@ impl Connection {
 
     /// Ends the connection as soon as all requests are answered.
     pub(super) fn leave(&mut self) {
-        self.left = true;
+        self.end = ConnectionEnd::Agreed;
         match self.phase {
             ConnectionPhase::Handshake(_) => self.lose(),
             ConnectionPhase::Serving => self.phase = ConnectionPhase::Leaving,
@@ -205,13 +212,19 @@ impl Connection {
 
     /// Returns true if the connection broke off without a good-bye.
     pub(super) fn is_lost(&self) -> bool {
-        (self.is_dead() || self.ended) && !self.left
+        match self.end {
+            ConnectionEnd::Open => self.is_dead(),
+            ConnectionEnd::ClosedByClient => true,
+            ConnectionEnd::Agreed => false,
+        }
     }
 
     /// Handles the end of the client's requests. The client may still read: its requests are answered, unless
     /// one was cut off.
     fn end(&mut self) {
-        self.ended = true;
+        if self.end == ConnectionEnd::Open {
+            self.end = ConnectionEnd::ClosedByClient;
+        }
         match self.phase {
             ConnectionPhase::Serving if self.receiving.is_none() && self.current.is_none() => {
                 self.phase = ConnectionPhase::Leaving;
@@ -271,7 +284,7 @@ impl Connection {
             Next::Wait => self.stream.arm(io.ring),
             Next::Go => return true,
             Next::Close => {
-                self.left = true;
+                self.end = ConnectionEnd::Agreed;
                 self.phase = ConnectionPhase::Leaving;
             }
             Next::Transmission => {
@@ -305,7 +318,7 @@ impl Connection {
         };
         self.stream.consume(RequestHeader::BYTES);
         if header.kind == CommandKind::Disconnect {
-            self.left = true;
+            self.end = ConnectionEnd::Agreed;
             self.phase = ConnectionPhase::Leaving;
             return false;
         }
