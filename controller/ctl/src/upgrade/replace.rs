@@ -55,21 +55,30 @@ pub(super) struct One {
     pub deadline: Instant,
 }
 
+/// The state of the requests to replace an engine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum RequestState {
+    /// No request was sent.
+    #[default]
+    NotSent,
+    /// A request was sent, and none was answered.
+    Unanswered,
+    /// The engine is replaced.
+    Answered,
+    /// The engine was left alone: another one has replaced it.
+    LeftAlone,
+}
+
 /// The steps so far.
 #[derive(Debug, Default)]
 struct Progress {
     /// The volume just before the first request.
     before: Option<v1::Volume>,
-    /// True if a request was sent.
-    is_requested: bool,
+    request: RequestState,
     /// The number of requests without an answer.
     lost_requests: u32,
     /// The time of the next request; none: at once.
     next_request_at: Option<Instant>,
-    /// True if a request was answered.
-    is_answered: bool,
-    /// The engine was left alone: another one has replaced it.
-    is_left_alone: bool,
     pause_ms: Option<u64>,
     /// The last request that got no answer of the agent.
     lost: Option<Status>,
@@ -87,7 +96,8 @@ impl One {
             progress.see(now.as_ref());
             match progress.standing {
                 Some(Standing::Done | Standing::Gone) => break,
-                Some(Standing::Recovering) if !progress.is_requested => break, // another one replaces it
+                // Another command replaces it.
+                Some(Standing::Recovering) if progress.request == RequestState::NotSent => break,
                 Some(Standing::Former) if progress.may_request(Instant::now()) => {
                     self.request_upgrade(&mut progress).await?;
                 }
@@ -98,7 +108,7 @@ impl One {
             }
             sleep(POLL).await;
         }
-        let is_replaced = progress.is_requested && !progress.is_left_alone;
+        let is_replaced = matches!(progress.request, RequestState::Unanswered | RequestState::Answered);
         let pause_ms = progress.pause_ms;
         Ok(is_replaced.then(|| Replaced { pause_ms, ..Replaced::new(self.volume, self.node) }))
     }
@@ -122,14 +132,14 @@ impl One {
             Ok(answer) => {
                 let v1::UpgradeEngineResponse { pause_ms, already_current, .. } = answer.into_inner();
                 // A request before, whose answer was lost, may be the one that was carried out.
-                progress.is_left_alone = already_current && !was_lost;
+                let is_left_alone = already_current && !was_lost;
+                progress.request =
+                    if is_left_alone { RequestState::LeftAlone } else { RequestState::Answered };
                 progress.pause_ms = (!already_current).then_some(pause_ms);
-                progress.is_answered = true;
             }
             Err(status) if is_passing(&status, was_lost) => progress.lose(status, Instant::now()),
             Err(status) => return Err(self.refused(&status)),
         }
-        progress.is_requested = true;
         Ok(())
     }
 
@@ -142,12 +152,12 @@ impl One {
         let why = format!("shorthornctl volume why {} has the reason", self.volume);
         match (progress.standing, &progress.lost) {
             (None, _) => self.failure("not replaced in time: no controller answers", true),
-            (Some(Standing::NotCompared), _) if !progress.is_requested => {
+            (Some(Standing::NotCompared), _) if progress.request == RequestState::NotSent => {
                 self.failure("not replaced in time: its agent has not compared its program", false)
             }
             (Some(Standing::NotCompared), _) => self
                 .failure("the engine is replaced, and its agent has not compared the program in time", false),
-            (Some(Standing::Former | Standing::Sick), Some(lost)) if !progress.is_answered => {
+            (Some(Standing::Former | Standing::Sick), Some(lost)) if !progress.is_answered() => {
                 self.failure(&format!("not replaced in time: {}", lost.message()), false)
             }
             (Some(Standing::Sick), _) => {
@@ -170,14 +180,19 @@ impl One {
 }
 
 impl Progress {
+    fn is_answered(&self) -> bool {
+        matches!(self.request, RequestState::Answered | RequestState::LeftAlone)
+    }
+
     /// Returns true if a request may be sent.
     fn may_request(&self, now: Instant) -> bool {
-        !self.is_answered && self.next_request_at.is_none_or(|at| now >= at)
+        !self.is_answered() && self.next_request_at.is_none_or(|at| now >= at)
     }
 
     /// Records a request without an answer. The pause before the next one doubles each time: the agent or the
     /// controller may be starting, with the requests for many engines.
     fn lose(&mut self, status: Status, now: Instant) {
+        self.request = RequestState::Unanswered;
         self.lost = Some(status);
         let factor = 2_u32.saturating_pow(self.lost_requests.min(16));
         self.lost_requests = self.lost_requests.saturating_add(1);
@@ -187,7 +202,8 @@ impl Progress {
     /// Records the volume as it is now. Until the first request, that is the volume before.
     fn see(&mut self, now: Option<&v1::Volume>) {
         self.standing = now.map(|now| {
-            if !self.is_requested && self.before.as_ref().is_none_or(|before| is_same_engine(before, now)) {
+            let is_before = self.request == RequestState::NotSent;
+            if is_before && self.before.as_ref().is_none_or(|before| is_same_engine(before, now)) {
                 self.before = Some(now.clone());
             }
             self.before.as_ref().map_or(Standing::Gone, |before| standing(before, now))
@@ -287,7 +303,7 @@ mod tests {
         // It loses a replica before its turn.
         progress.see(Some(&volume(Some(true), Serving, Degraded)));
         assert_eq!(progress.standing, Some(Standing::Former));
-        progress.is_requested = true;
+        progress.request = RequestState::Unanswered;
         progress.see(Some(&volume(Some(false), Serving, Degraded)));
         assert_eq!(progress.standing, Some(Standing::Done));
         progress.see(None);
@@ -310,7 +326,7 @@ mod tests {
             now = next;
         }
         assert_eq!(pauses_ms, [300, 600, 1200, 2400, 4800, 9600, 10_000, 10_000]);
-        progress.is_answered = true;
+        progress.request = RequestState::Answered;
         assert!(!progress.may_request(now));
     }
 
