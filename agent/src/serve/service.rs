@@ -143,7 +143,7 @@ impl Node for NodeService {
         let request = request.into_inner();
         let view = request.view.ok_or_else(|| NodeError::Invalid("the view is missing".into()))?;
         let view = view.try_into().map_err(|error: ViewError| NodeError::from(error))?;
-        self.hub.grant(name(&request.volume)?, request.attach, view).await?;
+        self.hub.grant(name(&request.volume)?, nonzero(request.attach), view).await?;
         Ok(Response::new(v1::GrantResponse {}))
     }
 
@@ -153,7 +153,7 @@ impl Node for NodeService {
     ) -> Answer<v1::UpdateReplicasResponse> {
         let request = request.into_inner();
         let (volume, replicas) = (name(&request.volume)?, endpoints(request.replicas)?);
-        self.hub.update_replicas(volume, request.attach, replicas, request.revision).await?;
+        self.hub.update_replicas(volume, nonzero(request.attach), replicas, request.revision).await?;
         Ok(Response::new(v1::UpdateReplicasResponse {}))
     }
 
@@ -163,7 +163,7 @@ impl Node for NodeService {
     ) -> Answer<v1::UpgradeEngineResponse> {
         let request = request.into_inner();
         let v1::UpgradeEngineRequest { volume, attach, only_outdated } = request;
-        let upgraded = self.hub.upgrade(name(&volume)?, attach, only_outdated).await?;
+        let upgraded = self.hub.upgrade(name(&volume)?, nonzero(attach), only_outdated).await?;
         Ok(Response::new(v1::UpgradeEngineResponse {
             pause_ms: u64::try_from(upgraded.pause.as_millis()).unwrap_or(u64::MAX),
             old_pid: upgraded.old_pid,
@@ -195,7 +195,7 @@ impl Node for NodeService {
     ) -> Answer<v1::SetRebuildLimitsResponse> {
         let request = request.into_inner();
         let limits = rebuild_limits(request.limits)?;
-        self.hub.set_limits(name(&request.volume)?, request.attach, limits).await?;
+        self.hub.set_limits(name(&request.volume)?, nonzero(request.attach), limits).await?;
         Ok(Response::new(v1::SetRebuildLimitsResponse {}))
     }
 
@@ -204,7 +204,7 @@ impl Node for NodeService {
         request: Request<v1::ExpandEngineRequest>,
     ) -> Answer<v1::ExpandEngineResponse> {
         let v1::ExpandEngineRequest { volume, attach, size_bytes } = request.into_inner();
-        self.hub.expand(name(&volume)?, attach, volume_size(size_bytes)?).await?;
+        self.hub.expand(name(&volume)?, nonzero(attach), volume_size(size_bytes)?).await?;
         Ok(Response::new(v1::ExpandEngineResponse {}))
     }
 
@@ -214,7 +214,7 @@ impl Node for NodeService {
     ) -> Answer<v1::StopInstanceResponse> {
         let request = request.into_inner();
         let id = InstanceId::parse(request.kind(), &request.name)?;
-        self.hub.stop_instance(id, request.attach).await?;
+        self.hub.stop_instance(id, nonzero(request.attach)).await?;
         Ok(Response::new(v1::StopInstanceResponse {}))
     }
 

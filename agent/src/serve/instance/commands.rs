@@ -46,7 +46,7 @@ impl Hub {
     pub async fn grant(
         self: &Arc<Hub>,
         volume: VolumeName,
-        attach: u64,
+        attach: Option<u64>,
         view: View,
     ) -> Result<(), NodeError> {
         let change = move |spec: &mut EngineSpec| {
@@ -64,7 +64,7 @@ impl Hub {
     pub async fn update_replicas(
         self: &Arc<Hub>,
         volume: VolumeName,
-        attach: u64,
+        attach: Option<u64>,
         replicas: Vec<ReplicaEndpoint>,
         revision: u64,
     ) -> Result<(), NodeError> {
@@ -81,7 +81,7 @@ impl Hub {
     pub(super) async fn update_replicas_now(
         &self,
         id: &InstanceId,
-        attach: u64,
+        attach: Option<u64>,
         replicas: Vec<ReplicaEndpoint>,
         revision: u64,
     ) -> Result<(), NodeError> {
@@ -101,7 +101,7 @@ impl Hub {
     pub async fn set_limits(
         self: &Arc<Hub>,
         volume: VolumeName,
-        attach: u64,
+        attach: Option<u64>,
         limits: RebuildLimits,
     ) -> Result<(), NodeError> {
         self.send_command(
@@ -120,7 +120,7 @@ impl Hub {
     pub async fn expand(
         self: &Arc<Hub>,
         volume: VolumeName,
-        attach: u64,
+        attach: Option<u64>,
         size_bytes: u64,
     ) -> Result<(), NodeError> {
         let hub = Arc::clone(self);
@@ -137,7 +137,7 @@ impl Hub {
     pub(super) async fn expand_now(
         &self,
         id: &InstanceId,
-        attach: u64,
+        attach: Option<u64>,
         size_bytes: u64,
     ) -> Result<(), NodeError> {
         let change = |spec: &mut EngineSpec| spec.size_bytes = spec.size_bytes.max(size_bytes);
@@ -153,7 +153,7 @@ impl Hub {
         volume: VolumeName,
         scrub: Option<ScrubCommand>,
     ) -> Result<(), NodeError> {
-        self.send_command(volume, 0, |_| (), ProcessCommand::Scrub { scrub }).await
+        self.send_command(volume, None, |_| (), ProcessCommand::Scrub { scrub }).await
     }
 
     /// Keeps older engines from a replica; see the node API.
@@ -182,7 +182,7 @@ impl Hub {
     async fn send_command(
         self: &Arc<Hub>,
         volume: VolumeName,
-        attach: u64,
+        attach: Option<u64>,
         change: impl FnOnce(&mut EngineSpec) + Send + 'static,
         command: ProcessCommand,
     ) -> Result<(), NodeError> {
@@ -200,7 +200,7 @@ impl Hub {
     async fn send_command_now(
         &self,
         id: &InstanceId,
-        attach: u64,
+        attach: Option<u64>,
         change: impl FnOnce(&mut EngineSpec),
         command: ProcessCommand,
     ) -> Result<(), NodeError> {
@@ -222,15 +222,17 @@ impl Hub {
         send(id, &control, &command).await
     }
 
-    /// Returns the engine of that attachment, 0 being any.
-    fn engine_of(&self, id: &InstanceId, attach: u64) -> Result<(EngineSpec, Process), NodeError> {
-        match self.table().known(id) {
-            Some((Spec::Engine(spec), _)) if attach != 0 && spec.attach != attach => {
-                let there = spec.attach;
+    /// Returns the engine of that attachment, or of any if it is none.
+    fn engine_of(&self, id: &InstanceId, attach: Option<u64>) -> Result<(EngineSpec, Process), NodeError> {
+        let Some((Spec::Engine(spec), process)) = self.table().known(id) else {
+            return Err(NodeError::Precondition(format!("{id} does not exist on this node")));
+        };
+        let there = spec.attach;
+        match attach.filter(|attach| *attach != there) {
+            Some(attach) => {
                 Err(NodeError::Precondition(format!("the {id} here is of attachment {there}, not {attach}")))
             }
-            Some((Spec::Engine(spec), process)) => Ok((spec, process)),
-            _ => Err(NodeError::Precondition(format!("{id} does not exist on this node"))),
+            None => Ok((spec, process)),
         }
     }
 
@@ -243,7 +245,7 @@ impl Hub {
     pub async fn upgrade(
         self: &Arc<Hub>,
         volume: VolumeName,
-        attach: u64,
+        attach: Option<u64>,
         only_outdated: bool,
     ) -> Result<Upgraded, NodeError> {
         let (hub, id) = (Arc::clone(self), InstanceId::Engine(volume));
@@ -253,7 +255,7 @@ impl Hub {
     async fn upgrade_now(
         &self,
         id: InstanceId,
-        attach: u64,
+        attach: Option<u64>,
         only_outdated: bool,
     ) -> Result<Upgraded, NodeError> {
         let gate = self.gate(&id);
@@ -422,7 +424,7 @@ mod tests {
         let backend = Box::new(Children::new(paths.clone(), Arc::clone(&table)).unwrap());
         let (_choice, address) = watch::channel(Choice::default());
         let hub = Hub::start(10000..=10009, address, paths, table, backend).await.unwrap();
-        hub.set_limits(volume, 4, RebuildLimits { bytes_per_s: 7, share_percent: 30 }).await.unwrap();
+        hub.set_limits(volume, Some(4), RebuildLimits { bytes_per_s: 7, share_percent: 30 }).await.unwrap();
         let kept: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
         assert_eq!(kept["rebuild"], json!({ "bytes_per_s": 7, "share_percent": 30, "later": { "x": 1 } }));
         assert_eq!(kept["replicas"][1]["later"], true);

@@ -37,7 +37,7 @@ pub struct Hub {
     gates: Mutex<HashMap<InstanceId, Arc<tokio::sync::Mutex<()>>>>,
     /// The newest list of replicas that each engine was given: attachment and number. Calls that come late
     /// are recognised by it; none comes later than the agent that took it has ended.
-    revisions: Mutex<HashMap<InstanceId, (u64, u64)>>,
+    revisions: Mutex<HashMap<InstanceId, (Option<u64>, u64)>>,
 }
 
 /// The options of a start beside the spec.
@@ -166,7 +166,7 @@ impl Hub {
             Ok(stored?)
         };
         blocking(store).await?;
-        self.set_revision(&id, spec.attach().unwrap_or_default(), options.revision);
+        self.set_revision(&id, spec.attach(), options.revision);
         let started = if takes_over {
             self.table.set_spec(spec);
             drop(choosing);
@@ -206,40 +206,46 @@ impl Hub {
         let (Spec::Engine(asked), Spec::Engine(known)) = (spec, known) else { return Ok(()) };
         if asked.replicas != known.replicas {
             let replicas = asked.replicas.clone();
-            self.update_replicas_now(&spec.id(), asked.attach, replicas, options.revision).await?;
+            self.update_replicas_now(&spec.id(), Some(asked.attach), replicas, options.revision).await?;
         }
         if asked.size_bytes > known.size_bytes {
-            self.expand_now(&spec.id(), asked.attach, asked.size_bytes).await?;
+            self.expand_now(&spec.id(), Some(asked.attach), asked.size_bytes).await?;
         }
         Ok(())
     }
 
-    pub(super) fn is_revision_old(&self, id: &InstanceId, attach: u64, revision: u64) -> bool {
+    pub(super) fn is_revision_old(&self, id: &InstanceId, attach: Option<u64>, revision: u64) -> bool {
         let revisions = self.revisions.lock().unwrap_or_else(PoisonError::into_inner);
         revisions.get(id).is_some_and(|newest| *newest > (attach, revision))
     }
 
-    pub(super) fn set_revision(&self, id: &InstanceId, attach: u64, revision: u64) {
+    pub(super) fn set_revision(&self, id: &InstanceId, attach: Option<u64>, revision: u64) {
         if id.kind() == v1::InstanceKind::Engine {
             let mut revisions = self.revisions.lock().unwrap_or_else(PoisonError::into_inner);
             revisions.insert(id.clone(), (attach, revision));
         }
     }
 
-    /// Stops an instance, and forgets it; see the node API.
+    /// Stops an instance, and forgets it; see the node API. An engine of a later attachment than `attach`
+    /// stays.
     ///
     /// # Errors
     /// [`NodeError::Precondition`] if its device is in use.
-    pub async fn stop_instance(self: &Arc<Hub>, id: InstanceId, attach: u64) -> Result<(), NodeError> {
+    pub async fn stop_instance(
+        self: &Arc<Hub>,
+        id: InstanceId,
+        attach: Option<u64>,
+    ) -> Result<(), NodeError> {
         let hub = Arc::clone(self);
         finish(tokio::spawn(async move { hub.stop_now(&id, attach).await })).await
     }
 
-    async fn stop_now(&self, id: &InstanceId, attach: u64) -> Result<(), NodeError> {
+    async fn stop_now(&self, id: &InstanceId, attach: Option<u64>) -> Result<(), NodeError> {
         let gate = self.gate(id);
         let _open = gate.lock().await;
         let Some((spec, process)) = self.table.known(id) else { return Ok(()) };
-        if attach != 0 && spec.attach().is_some_and(|running| running > attach) {
+        let is_later = |running: u64| attach.is_some_and(|attach| running > attach);
+        if spec.attach().is_some_and(is_later) {
             return Ok(());
         }
         if let (Spec::Engine(engine), false) = (&spec, process.phase == ProcessPhase::Stopped) {
