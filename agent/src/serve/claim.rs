@@ -61,9 +61,9 @@ impl Claim {
         self.owner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the cluster that it belongs to; empty: none yet.
-    pub fn owner(&self) -> String {
-        self.lock().clone().unwrap_or_default()
+    /// Returns the cluster that it belongs to, if it belongs to one yet.
+    pub fn owner(&self) -> Option<String> {
+        self.lock().clone()
     }
 
     /// Lets a call of the controller of `cluster` through, or says why not. The first one makes this node its
@@ -165,12 +165,12 @@ where
         Box::pin(async move {
             let admitted = match cluster {
                 None => Ok(()),
-                Some(Ok(cluster)) if cluster == claim.owner() => Ok(()),
+                Some(Ok(cluster)) if claim.owner().as_ref() == Some(&cluster) => Ok(()),
                 Some(Ok(cluster)) => blocking(move || claim.admit(&cluster)).await,
                 Some(Err(error)) => Err(error),
             };
             let owner = admitting.owner();
-            if let Err(error) = admitted.and_then(|()| leaders.admit(&request, &owner)) {
+            if let Err(error) = admitted.and_then(|()| leaders.admit(&request, owner.as_deref())) {
                 return Ok(Status::from(error).into_http());
             }
             service.call(request).await
@@ -211,7 +211,7 @@ mod tests {
     fn the_first_cluster_has_the_node_until_it_is_handed_over() {
         let dir = tempfile::tempdir().unwrap();
         let claim = Claim::open(dir.path()).unwrap();
-        assert_eq!(claim.owner(), "");
+        assert_eq!(claim.owner(), None);
         claim.admit("one").unwrap();
         claim.admit("one").unwrap();
         let refused = claim.admit("two").unwrap_err().to_string();
@@ -235,7 +235,7 @@ mod tests {
         for bad in ["", "a b", &"x".repeat(NAME_MAX_BYTES + 1)] {
             assert!(matches!(claim.admit(bad), Err(NodeError::Invalid(_))), "{bad:?}");
         }
-        assert_eq!(claim.owner(), "");
+        assert_eq!(claim.owner(), None);
     }
 
     fn asked(method: &str, cluster: Option<&str>) -> Option<Result<String, NodeError>> {

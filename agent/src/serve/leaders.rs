@@ -38,31 +38,31 @@ pub struct Leaders {
 #[derive(Debug, Default)]
 struct Newest {
     /// The cluster whose leaders are counted.
-    cluster: String,
+    cluster: Option<String>,
     number: u64,
 }
 
 impl Leaders {
-    /// Admits or refuses the call. `owner` is the cluster of this node. A call without a number comes from an
-    /// earlier release, or from a controller with a store of its own: only one controller runs then.
+    /// Admits or refuses the call. `owner` is the cluster of this node, if any. A call without a number comes
+    /// from an earlier release, or from a controller with a store of its own: only one controller runs then.
     ///
     /// # Errors
     /// [`NodeError::Precondition`]: the call changes something, and a newer leader has called.
-    pub fn admit(&self, request: &http::Request<Body>, owner: &str) -> Result<(), NodeError> {
+    pub fn admit(&self, request: &http::Request<Body>, owner: Option<&str>) -> Result<(), NodeError> {
         let text = |name: &str| request.headers().get(name).map(http::HeaderValue::to_str);
         let Some(number) = text(LEADER_HEADER) else { return Ok(()) };
         let number = number.ok().and_then(|number| number.parse().ok());
         let number: u64 = number
             .ok_or_else(|| NodeError::Invalid(format!("the header {LEADER_HEADER} is not a number")))?;
-        if text(CLUSTER_HEADER).and_then(Result::ok).is_some_and(|cluster| cluster != owner) {
+        if text(CLUSTER_HEADER).and_then(Result::ok).is_some_and(|cluster| Some(cluster) != owner) {
             // A controller of another cluster may ask for the owner. Its number does not count here.
             return Ok(());
         }
         let method = request.uri().path().rsplit('/').next().unwrap_or_default();
         let mut newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
-        if newest.cluster != owner {
+        if newest.cluster.as_deref() != owner {
             // The node was handed over, and each cluster counts its own leaders.
-            *newest = Newest { cluster: owner.to_owned(), number: 0 };
+            *newest = Newest { cluster: owner.map(str::to_owned), number: 0 };
         }
         if number < newest.number && !READING.contains(&method) {
             return Err(NodeError::Precondition(format!(
@@ -110,7 +110,7 @@ mod tests {
         if let Some(number) = number {
             request = request.header(LEADER_HEADER, number);
         }
-        leaders.admit(&request.body(Body::empty()).unwrap(), cluster)
+        leaders.admit(&request.body(Body::empty()).unwrap(), Some(cluster))
     }
 
     /// The methods of both services of an agent.
@@ -164,7 +164,7 @@ mod tests {
         call(&leaders, "GetNode", Some("99"), "two").unwrap();
         let mut request = http::Request::builder().uri("http://a/shorthorn.v1.Node/StartEngine");
         request = request.header(CLUSTER_HEADER, "two").header(LEADER_HEADER, "3");
-        leaders.admit(&request.body(Body::empty()).unwrap(), "two").unwrap();
+        leaders.admit(&request.body(Body::empty()).unwrap(), Some("two")).unwrap();
         assert_eq!(leaders.newest.lock().unwrap().number, 3);
     }
 }

@@ -87,7 +87,7 @@ impl Node for NodeService {
             frontends: reports.into_iter().map(frontend).collect(),
             zone: self.config.zone.clone().unwrap_or_default(),
             max_volumes: self.config.max_volumes.unwrap_or_default(),
-            cluster: self.claim.owner(),
+            cluster: self.claim.owner().unwrap_or_default(),
             warnings,
             feature_level: level::NEWEST,
             dead_mounts: self.driver.as_deref().map(dead_mounts).unwrap_or_default(),
