@@ -104,8 +104,8 @@ pub struct Attachment {
     pub is_ours: bool,
     /// The claim of the volume; none if it is unknown.
     pub claim: Option<Namespaced>,
-    /// The name that the driver has for the volume.
-    pub handle: String,
+    /// The name that the driver has for the volume, if that is known.
+    pub handle: Option<String>,
     /// True if it is being deleted.
     pub is_deleting: bool,
 }

@@ -35,7 +35,7 @@ fn attachment(of: &str, is_ours: bool) -> Attachment {
         driver: if is_ours { "csi.shorthorn.io" } else { "disks.example" }.to_owned(),
         is_ours,
         claim: Some(claim(of)),
-        handle: format!("v-{of}"),
+        handle: Some(format!("v-{of}")),
         is_deleting: false,
     }
 }

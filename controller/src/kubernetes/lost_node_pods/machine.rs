@@ -202,7 +202,8 @@ impl PodForceDeleter {
     }
 
     fn record_of_volume(&self, attachment: &Attachment, reason: &'static str, message: String) {
-        let about = Key::new(Kind::Volume, &attachment.handle);
+        let Some(handle) = &attachment.handle else { return };
+        let about = Key::new(Kind::Volume, handle);
         let uid = self.store.state().uid(&about);
         if !uid.is_empty() {
             self.events.record(&Event { about, warning: false, reason, message }, &uid);

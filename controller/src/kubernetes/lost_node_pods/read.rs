@@ -19,8 +19,8 @@ const CSI_PREFIX: &str = "kubernetes.io/csi/";
 #[derive(Clone, Debug)]
 pub(super) struct Claimed {
     claim: Namespaced,
-    /// The name that its driver has for it; empty: it is not one of CSI.
-    handle: String,
+    /// The name that its driver has for it; none: it is not one of CSI.
+    handle: Option<String>,
 }
 
 pub(super) fn machine(node: &KubeNode, is_reachable: bool) -> Machine {
@@ -100,7 +100,7 @@ pub(super) fn volume_name(attachment: &VolumeAttachment) -> Option<&str> {
 pub(super) fn claimed(volume: &PersistentVolume) -> Option<Claimed> {
     let spec = volume.spec.as_ref()?;
     let claim = spec.claim_ref.as_ref()?;
-    let handle = spec.csi.as_ref().map(|csi| csi.volume_handle.clone()).unwrap_or_default();
+    let handle = spec.csi.as_ref().map(|csi| csi.volume_handle.clone());
     let claim = Namespaced { namespace: claim.namespace.clone()?, name: claim.name.clone()? };
     Some(Claimed { claim, handle })
 }
@@ -113,7 +113,7 @@ pub(super) fn attachment(attachment: &VolumeAttachment, claimed: &BTreeMap<Strin
         driver: attachment.spec.attacher.clone(),
         is_ours: attachment.spec.attacher == DRIVER_NAME,
         claim: claimed.map(|claimed| claimed.claim.clone()),
-        handle: claimed.map(|claimed| claimed.handle.clone()).unwrap_or_default(),
+        handle: claimed.and_then(|claimed| claimed.handle.clone()),
         is_deleting: attachment.metadata.deletion_timestamp.is_some(),
     }
 }
