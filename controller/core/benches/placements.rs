@@ -103,7 +103,7 @@ impl Cluster {
         let wanted = CreateVolume {
             name: name.clone(),
             size_bytes: VOLUME_BYTES,
-            number_of_replicas: u32::try_from(REPLICAS).unwrap(),
+            number_of_replicas: Some(u32::try_from(REPLICAS).unwrap()),
             ..CreateVolume::default()
         };
         let change = wanted.apply(&self.state, Secret::new([7; 32]), Timestamp::UNIX_EPOCH).unwrap();

@@ -2,11 +2,17 @@
 
 use shorthorn_api::v1;
 use shorthorn_controller_core::objects::{
-    Condition, Conditions, Engine, MemberRecord, Node, Replica, Salvage, Volume,
+    Condition, Conditions, DataLocality, Engine, MemberRecord, Node, Replica, Salvage, Volume,
 };
 use shorthorn_controller_core::observed::{Agents, Detail, InstanceKey, MemberStatus, ObservedEngine};
+use shorthorn_controller_core::requests::RequestError;
 use shorthorn_controller_core::{ClusterState, Labels, NodeName};
 use shorthorn_types::ReplicaId;
+
+/// Parses the data locality of a request, if it has one.
+pub(super) fn data_locality(word: Option<String>) -> Result<Option<DataLocality>, RequestError> {
+    Ok(word.map(|word| word.parse()).transpose()?)
+}
 
 fn text(node: Option<&NodeName>) -> String {
     node.map(ToString::to_string).unwrap_or_default()

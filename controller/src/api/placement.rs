@@ -11,12 +11,14 @@ use super::{messages, status};
 impl Api {
     pub(super) async fn change_placement(&self, request: v1::SetVolumeRequest) -> Reply<v1::Volume> {
         let tags = |tags: Option<v1::Tags>| tags.map(|tags| tags.tags);
+        let locality = messages::data_locality(request.data_locality);
+        let data_locality = locality.map_err(|error| status::of_request(&error))?;
         let wanted = SetVolume {
             name: request.name,
             number_of_replicas: request.number_of_replicas,
             node_selector: tags(request.node_selector),
             disk_selector: tags(request.disk_selector),
-            data_locality: request.data_locality,
+            data_locality,
             replica_soft_anti_affinity: request.replica_soft_anti_affinity,
             replica_zone_soft_anti_affinity: request.replica_zone_soft_anti_affinity,
             replica_disk_soft_anti_affinity: request.replica_disk_soft_anti_affinity,

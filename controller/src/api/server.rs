@@ -1,8 +1,8 @@
 use std::pin::Pin;
 use std::sync::Arc;
 
-use shorthorn_api::v1;
 use shorthorn_api::v1::controller_server::Controller;
+use shorthorn_api::{nonempty, v1};
 use shorthorn_controller_core::lost_node::DeleteNode;
 use shorthorn_controller_core::objects::{Object, RebuildLimits, Volume, VolumeState};
 use shorthorn_controller_core::reconcile::Settings;
@@ -145,17 +145,19 @@ impl Controller for Api {
             .map_err(|error| Status::unavailable(format!("no random numbers for the secret: {error}")))?;
         let chosen = request.chosen_frontend();
         let frontend = chosen.map_err(|error| status::of_request(&error.into()))?;
+        let locality = messages::data_locality(nonempty(request.data_locality));
+        let data_locality = locality.map_err(|error| status::of_request(&error))?.unwrap_or_default();
         let wanted = CreateVolume {
             name: request.name.clone(),
             size_bytes: request.size_bytes,
-            number_of_replicas: request.number_of_replicas,
+            number_of_replicas: Some(request.number_of_replicas).filter(|number| *number > 0),
             frontend,
             replica_soft_anti_affinity: request.replica_soft_anti_affinity,
             replica_zone_hard_anti_affinity: !request.replica_zone_soft_anti_affinity.unwrap_or(true),
             replica_disk_hard_anti_affinity: !request.replica_disk_soft_anti_affinity.unwrap_or(true),
             node_selector: request.node_selector,
             disk_selector: request.disk_selector,
-            data_locality: request.data_locality,
+            data_locality,
             verify_reads: request.verify_reads,
             encrypt_in_transit: request.encrypt_in_transit,
             csi_name: None,

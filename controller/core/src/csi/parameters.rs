@@ -3,7 +3,7 @@
 use shorthorn_types::limits::MAX_MEMBERS;
 use thiserror::Error;
 
-use crate::objects::{DataLocality, Frontend};
+use crate::objects::Frontend;
 use crate::requests::CreateVolume;
 
 /// The most that all keys and values together may take.
@@ -222,11 +222,9 @@ pub fn parameters<'a>(
 
 fn take(volume: &mut CreateVolume, key: &str, value: &str) -> Result<(), ParameterError> {
     match key {
-        "numberOfReplicas" => volume.number_of_replicas = number_of_replicas(key, value)?,
+        "numberOfReplicas" => volume.number_of_replicas = Some(number_of_replicas(key, value)?),
         "dataLocality" => {
-            let locality: Result<DataLocality, _> = value.parse();
-            locality.map_err(|_| wrong(key, value))?;
-            volume.data_locality = value.to_owned();
+            volume.data_locality = value.parse().map_err(|_| wrong(key, value))?;
         }
         "replicaSoftAntiAffinity" => volume.replica_soft_anti_affinity = switch(key, value, false)?,
         "replicaZoneSoftAntiAffinity" => volume.replica_zone_hard_anti_affinity = !switch(key, value, true)?,
@@ -313,7 +311,7 @@ fn short(text: &str) -> String {
 mod tests {
     use super::*;
     use crate::Timestamp;
-    use crate::objects::{SECRET_BYTES, Secret};
+    use crate::objects::{DataLocality, SECRET_BYTES, Secret};
 
     fn of(pairs: &[(&str, &str)]) -> Result<CreateVolume, ParameterError> {
         parameters(pairs.iter().copied())
@@ -336,8 +334,8 @@ mod tests {
             ("csi.storage.k8s.io/pvc/name", "data"),
         ])
         .unwrap();
-        assert_eq!(volume.number_of_replicas, 2);
-        assert_eq!(volume.data_locality, "best-effort");
+        assert_eq!(volume.number_of_replicas, Some(2));
+        assert_eq!(volume.data_locality, DataLocality::BestEffort);
         assert!(volume.verify_reads && volume.encrypt_in_transit);
         assert!(volume.replica_soft_anti_affinity);
         assert!(volume.replica_zone_hard_anti_affinity && volume.replica_disk_hard_anti_affinity);
@@ -376,9 +374,9 @@ mod tests {
                 .map(|(key, value)| (key, value.trim_matches('"')))
                 .collect();
             let volume = of(&pairs).unwrap();
-            (volume.number_of_replicas, volume.data_locality.as_str().to_owned())
+            (volume.number_of_replicas, volume.data_locality)
         });
-        let expected = [(3, "best-effort".to_owned()), (1, "best-effort".to_owned())];
+        let expected = [(Some(3), DataLocality::BestEffort), (Some(1), DataLocality::BestEffort)];
         assert_eq!(volumes.collect::<Vec<_>>(), expected);
     }
 
@@ -401,7 +399,7 @@ mod tests {
             ("replicaAutoBalance", "ignored"),
             ("csi.storage.k8s.io/pvc/name", "data"),
         ];
-        assert_eq!(of(&class).unwrap().number_of_replicas, 3);
+        assert_eq!(of(&class).unwrap().number_of_replicas, Some(3));
         let listed = ignored(class.into_iter());
         assert!(
             listed.starts_with(r#"backupTargetName: "default", dataEngine: "v1", disableRev"#),

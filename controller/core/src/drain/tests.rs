@@ -52,7 +52,7 @@ fn cluster() -> ClusterState {
     let wanted = CreateVolume {
         name: "v".to_owned(),
         size_bytes: 1 << 30,
-        number_of_replicas: 2,
+        number_of_replicas: Some(2),
         ..CreateVolume::default()
     };
     let Ok(Change::Store(mut volume)) = wanted.apply(&cluster, Secret::new([1; 32]), now()) else {

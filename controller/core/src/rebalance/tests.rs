@@ -64,7 +64,7 @@ impl Cluster {
         let wanted = CreateVolume {
             name: volume.to_owned(),
             size_bytes: GIB,
-            number_of_replicas: u32::try_from(nodes.len()).unwrap(),
+            number_of_replicas: Some(u32::try_from(nodes.len()).unwrap()),
             replica_soft_anti_affinity: true,
             ..CreateVolume::default()
         };

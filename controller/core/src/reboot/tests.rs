@@ -47,7 +47,7 @@ fn cluster(wanted: u32, modes: &[MemberMode]) -> ClusterState {
     let create = CreateVolume {
         name: "v".to_owned(),
         size_bytes: 1 << 30,
-        number_of_replicas: wanted,
+        number_of_replicas: Some(wanted),
         ..CreateVolume::default()
     };
     let Ok(Change::Store(mut volume)) = create.apply(&cluster, Secret::new([1; 32]), now()) else {

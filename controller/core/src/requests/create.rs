@@ -17,8 +17,8 @@ pub struct CreateVolume {
     pub name: String,
     /// In bytes.
     pub size_bytes: u64,
-    /// 0 takes the default.
-    pub number_of_replicas: u32,
+    /// None takes the default.
+    pub number_of_replicas: Option<u32>,
     /// The choice of the frontend.
     pub frontend: Frontend,
     /// True if several replicas may be on one node.
@@ -31,8 +31,8 @@ pub struct CreateVolume {
     pub node_selector: Vec<String>,
     /// The tags that a disk must have.
     pub disk_selector: Vec<String>,
-    /// Empty takes disabled.
-    pub data_locality: String,
+    /// The rule for a replica on the node of the engine.
+    pub data_locality: DataLocality,
     /// True if replicas compare every read with the sums of its blocks.
     pub verify_reads: bool,
     /// True if connections between nodes are encrypted.
@@ -79,13 +79,7 @@ impl CreateVolume {
 
     fn into_spec(self, secret: Secret) -> Result<VolumeSpec, RequestError> {
         let volume_name = VolumeName::new(&self.name)?;
-        let data_locality: DataLocality = if self.data_locality.is_empty() {
-            DataLocality::Disabled
-        } else {
-            self.data_locality.parse()?
-        };
-        let number_of_replicas =
-            if self.number_of_replicas == 0 { DEFAULT_REPLICAS } else { self.number_of_replicas };
+        let number_of_replicas = self.number_of_replicas.unwrap_or(DEFAULT_REPLICAS);
         if number_of_replicas as usize > MAX_MEMBERS {
             return Err(RequestError::Replicas(number_of_replicas));
         }
@@ -101,7 +95,7 @@ impl CreateVolume {
             replica_disk_soft_anti_affinity: !self.replica_disk_hard_anti_affinity,
             node_selector: labels(&self.node_selector)?,
             disk_selector: labels(&self.disk_selector)?,
-            data_locality,
+            data_locality: self.data_locality,
             verify_reads: self.verify_reads,
             encrypt_in_transit: self.encrypt_in_transit,
             rebuild: RebuildLimits::default(),

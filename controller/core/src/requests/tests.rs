@@ -44,7 +44,7 @@ fn a_new_volume_gets_the_defaults_and_the_same_call_finds_it() {
     // The secret is another one each time, which does not count as a difference.
     let again = wanted("v").apply(&cluster, secret(2), now()).unwrap();
     assert_eq!(again, Change::AlreadySo(volume));
-    let other = CreateVolume { number_of_replicas: 2, ..wanted("v") };
+    let other = CreateVolume { number_of_replicas: Some(2), ..wanted("v") };
     let error = other.apply(&cluster, secret(1), now()).unwrap_err();
     assert_eq!(error, RequestError::Exists { name: "v".to_owned(), differs: "number of replicas" });
 }
@@ -57,7 +57,10 @@ fn invalid_requests_for_volumes_are_refused() {
     for size_bytes in [0, 4095, 4097, MAX_VOLUME_BYTES + 4096] {
         assert_eq!(refused(CreateVolume { size_bytes, ..wanted("v") }), RequestError::Size(size_bytes));
     }
-    assert_eq!(refused(CreateVolume { number_of_replicas: 9, ..wanted("v") }), RequestError::Replicas(9));
+    assert_eq!(
+        refused(CreateVolume { number_of_replicas: Some(9), ..wanted("v") }),
+        RequestError::Replicas(9)
+    );
     let frontend = CreateVolume { frontend: Frontend::Unknown, ..wanted("v") };
     assert!(matches!(refused(frontend), RequestError::Frontend(_)));
 }
@@ -218,7 +221,7 @@ fn a_volume_restricts_the_places_of_its_replicas() {
         replica_zone_hard_anti_affinity: true,
         node_selector: vec!["fast".to_owned()],
         disk_selector: vec!["ssd".to_owned()],
-        data_locality: "best-effort".to_owned(),
+        data_locality: DataLocality::BestEffort,
         ..wanted("v")
     };
     let volume = stored(choosy.clone().apply(&ClusterState::default(), secret(1), now()).unwrap());
@@ -237,13 +240,11 @@ fn a_volume_restricts_the_places_of_its_replicas() {
     assert_eq!(differs(other), "anti-affinity of disks");
     assert_eq!(differs(CreateVolume { node_selector: Vec::new(), ..choosy.clone() }), "node selector");
     assert_eq!(differs(CreateVolume { disk_selector: Vec::new(), ..choosy.clone() }), "disk selector");
-    assert_eq!(differs(CreateVolume { data_locality: String::new(), ..choosy.clone() }), "data locality");
-    assert_eq!(differs(CreateVolume { encrypt_in_transit: true, ..choosy.clone() }), "encryption in transit");
-    let wrong = CreateVolume { data_locality: "always".to_owned(), ..choosy };
-    assert!(matches!(
-        wrong.apply(&ClusterState::default(), secret(1), now()),
-        Err(RequestError::DataLocality(_))
-    ));
+    assert_eq!(
+        differs(CreateVolume { data_locality: DataLocality::Disabled, ..choosy.clone() }),
+        "data locality"
+    );
+    assert_eq!(differs(CreateVolume { encrypt_in_transit: true, ..choosy }), "encryption in transit");
 }
 
 /// The objects are stored as before tags and zones existed.
@@ -472,7 +473,7 @@ fn a_volume_is_given_other_places_and_as_many_replicas_as_it_may_have() {
             number_of_replicas: Some(1),
             node_selector: tags("fast"),
             disk_selector: tags("ssd"),
-            data_locality: Some("best-effort".to_owned()),
+            data_locality: Some(DataLocality::BestEffort),
             replica_zone_soft_anti_affinity: Some(false),
             ..SetVolume::default()
         })

@@ -4,7 +4,7 @@ use shorthorn_types::limits::MAX_MEMBERS;
 
 use super::create::{check_share, check_size};
 use super::{Change, RequestError, absent, find, find_living, with_spec};
-use crate::objects::{Kind, RebuildLimits, Replica, Volume, VolumeSpec, VolumeState};
+use crate::objects::{DataLocality, Kind, RebuildLimits, Replica, Volume, VolumeSpec, VolumeState};
 use crate::scheduler::{self, Limits};
 use crate::{ClusterState, NodeName, Timestamp, labels};
 
@@ -100,8 +100,8 @@ pub struct SetVolume {
     pub node_selector: Option<Vec<String>>,
     /// The same for disks.
     pub disk_selector: Option<Vec<String>>,
-    /// The data locality: disabled or best-effort.
-    pub data_locality: Option<String>,
+    /// The rule for a replica on the node of the engine.
+    pub data_locality: Option<DataLocality>,
     /// True if several replicas may be on one node.
     pub replica_soft_anti_affinity: Option<bool>,
     /// True if several replicas may be in one zone.
@@ -130,9 +130,7 @@ impl SetVolume {
         if let Some(tags) = &self.disk_selector {
             spec.disk_selector = labels(tags)?;
         }
-        if let Some(locality) = &self.data_locality {
-            spec.data_locality = locality.parse()?;
-        }
+        spec.data_locality = self.data_locality.unwrap_or(spec.data_locality);
         for (wanted, field) in [
             (self.replica_soft_anti_affinity, &mut spec.replica_soft_anti_affinity),
             (self.replica_zone_soft_anti_affinity, &mut spec.replica_zone_soft_anti_affinity),

@@ -348,7 +348,7 @@ impl Sim {
     fn create(&mut self) {
         let name = format!("v{}", self.created);
         // Two replicas need the arbiter, three do not; there is one more node for replacements.
-        let number_of_replicas = 2 + self.created % 2;
+        let number_of_replicas = Some(2 + self.created % 2);
         let wanted =
             CreateVolume { name, size_bytes: 1 << 30, number_of_replicas, ..CreateVolume::default() };
         let Ok(Change::Store(volume)) = wanted.apply(&self.store, Secret::new([7; 32]), self.now) else {
