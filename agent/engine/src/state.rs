@@ -44,8 +44,8 @@ pub struct EngineState {
     content: Content,
     /// The last generation of the process before this one, if that was of the same attachment.
     predecessor: Option<Generation>,
-    /// This boot of the host; empty if the kernel does not report it.
-    boot: String,
+    /// This boot of the host, if the kernel reports it.
+    boot: Option<String>,
     /// The content of the file, if the last write has succeeded.
     stored: Option<Vec<u8>>,
     _lock: Flock<File>,
@@ -75,7 +75,8 @@ impl EngineState {
             return Err(EngineError::Outdated { asked: attach, known });
         }
         let predecessor = Some(content.generation).filter(|last| last.attach == attach);
-        let boot = fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned();
+        let boot = fs::read_to_string(BOOT_ID).ok().map(|text| text.trim().to_owned());
+        let boot = boot.filter(|boot| !boot.is_empty());
         let (path, stored) = (path.to_owned(), None);
         let mut state = EngineState { path, content, predecessor, boot, stored, _lock: lock };
         if !state.has_users(attach, continues) {
@@ -143,7 +144,7 @@ impl EngineState {
         let same_users = attach == generation.attach || is_known;
         same_users
             && match live_boot {
-                Some(boot) => boot.is_empty() || self.boot.is_empty() || *boot == self.boot,
+                Some(boot) => boot.is_empty() || self.boot.as_ref().is_none_or(|now| now == boot),
                 // Earlier versions have recorded devices alone.
                 None => device.is_some(),
             }
@@ -154,7 +155,7 @@ impl EngineState {
     /// # Errors
     /// The file cannot be written.
     pub fn device_goes_live(&mut self, device: DeviceRecord) -> Result<(), EngineError> {
-        self.content.live_boot = Some(self.boot.clone());
+        self.content.live_boot = Some(self.boot.clone().unwrap_or_default());
         self.set_device(Some(device))
     }
 
