@@ -6,6 +6,13 @@ use anyhow::{Context, Result};
 
 use crate::VmHost;
 
+/// Defines a function that prints the process of `$unit`.
+const MAIN_PID: &str = "main_pid() { systemctl show --property MainPID --value $unit; }";
+/// Waits until `$unit` has another process than `$old`, which is ready.
+const WAIT_FOR_NEXT: &str = "for n in $(seq 2400); do new=$(main_pid); test $new != 0 && test $new != $old \
+                             && systemctl is-active --quiet $unit && break; sleep 0.05; done; \
+                             systemctl is-active $unit";
+
 /// A way to replace the engine of a volume that systemd runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Replacement {
@@ -22,12 +29,9 @@ impl Replacement {
         let unit = format!("shorthorn-engine@{volume}");
         match self {
             Replacement::Restart => format!("systemctl restart {unit}"),
-            Replacement::Kill => format!(
-                "unit={unit}; main_pid() {{ systemctl show --property MainPID --value $unit; }}; \
-                 old=$(main_pid); kill -9 $old; for n in $(seq 2400); do new=$(main_pid); test $new != 0 && \
-                 test $new != $old && systemctl is-active --quiet $unit && break; sleep 0.05; done; systemctl \
-                 is-active $unit"
-            ),
+            Replacement::Kill => {
+                format!("unit={unit}; {MAIN_PID}; old=$(main_pid); kill -9 $old; {WAIT_FOR_NEXT}")
+            }
         }
     }
 

@@ -22,7 +22,7 @@ pub struct Pause {
     pub depth: u32,
     /// The way in which the engine was replaced.
     pub replacement: Replacement,
-    /// The duration of the longest request.
+    /// The largest latency that fio reports.
     pub longest_request: Duration,
     /// The duration of the replacement.
     pub replaced: Duration,
