@@ -15,7 +15,7 @@ use super::{Layer, Scrubber};
 use crate::connection::{ConnectError, ReplicaConnection};
 use crate::events::Done;
 
-/// The time within which the repair of a piece has to begin its last step. No rebuild begins meanwhile.
+/// The time within which the last write of a repair has to begin. No rebuild begins meanwhile.
 const REPAIR_LIMIT: Duration = Duration::from_mins(1);
 /// The pause before a repair that a replica cannot do now is repeated: about the time of a few writes.
 const AGAIN_PAUSE: Duration = Duration::from_millis(20);
@@ -114,8 +114,6 @@ struct RepairSource<'a> {
     proof: SourceProof,
     /// All members that may be right.
     sources: &'a [PeerIndex],
-    /// No step of the repair begins after this.
-    until: Instant,
 }
 
 /// The reason why a member still differs after the attempt of a repair.
@@ -125,7 +123,9 @@ enum NotRepaired {
     Connect(#[from] ConnectError),
     #[error("the scrub was stopped")]
     Stopped,
-    #[error("the piece was not repaired within {} s: the next scrub repairs it", REPAIR_LIMIT.as_secs())]
+    #[error("a rebuild is copying the snapshots: the next scrub after it repairs this")]
+    Copying,
+    #[error("the replica was too busy for {} s: the next scrub continues the repair", REPAIR_LIMIT.as_secs())]
     TooSlow,
     #[error("the snapshots have changed meanwhile: the next scrub repairs this")]
     Changed,
@@ -244,12 +244,9 @@ impl Scrubber {
         if self.unrepaired.contains(&piece.offset()) {
             return Done::Failed("a layer below it differs there and comes first".to_owned());
         }
-        let Some(_repairing) = self.context.snapshot_use.repairing() else {
-            return Done::Failed(
-                "a rebuild is copying the snapshots: the next scrub after it repairs this".to_owned(),
-            );
-        };
-        let until = Instant::now() + REPAIR_LIMIT;
+        if self.context.snapshot_use.repairing().is_none() {
+            return Done::Failed(NotRepaired::Copying.to_string());
+        }
         let mut reason = "no member can be read".to_owned();
         for source in sources {
             let Some(number) = layer.number_at(*source) else { continue };
@@ -258,7 +255,7 @@ impl Scrubber {
             match self.hold(*source, number, piece) {
                 Ok(held) if Some(held.sum()) == expected => {
                     let proof = SourceProof::of(*source, sources, member_checksums);
-                    let from = RepairSource { held: &held, proof, sources, until };
+                    let from = RepairSource { held: &held, proof, sources };
                     // One that cannot be repaired, or not in every block, does not keep rot in the others.
                     let failures = odd.iter().filter_map(|peer| {
                         let reason = self.mend(layer, *peer, &from).err()?;
@@ -285,6 +282,11 @@ impl Scrubber {
             return Ok(()); // an earlier scrub has repaired it, and the head still lacks other data
         }
         let (mut held, replaced) = self.blocks_to_replace(layer, peer, number, from)?;
+        // A disk may need seconds for each block that it cannot read: rebuilds begin beside the reads above.
+        let Some(_repairing) = self.context.snapshot_use.repairing() else {
+            return Err(NotRepaired::Copying);
+        };
+        let until = Instant::now() + REPAIR_LIMIT;
         if self.number_of(layer, peer)? != Some(number) {
             return Err(NotRepaired::Changed);
         }
@@ -292,7 +294,7 @@ impl Scrubber {
         let mut ranges = Vec::new();
         replaced.iter().for_each(|block| join(&mut ranges, block.offset(), block.end()));
         for (patch, data) in ranges.iter().flat_map(|range| held.patches(&layer.image, *range)) {
-            self.patch(peer, &patch, &data, from.until)?;
+            self.patch(peer, &patch, &data, until)?;
         }
         let check = self.check_one(layer, held.piece, peer)?;
         if !held.is_in(check.sum, read_back)? {
@@ -309,14 +311,14 @@ impl Scrubber {
         number: u32,
         from: &RepairSource<'_>,
     ) -> Result<(Held, Vec<ByteRange>), NotRepaired> {
-        let (held, unreadable) = self.hold_readable(peer, number, from)?;
+        let (held, unreadable) = self.hold_readable(peer, number, from.held.piece)?;
         let mut replaced = Vec::new();
         for block in block_ranges(held.piece) {
             let evidence = match unreadable.contains(&block) {
                 true => BlockEvidence::Unreadable,
                 false if held.is_same(from.held, block) => continue,
                 false => {
-                    self.check_limit(from.until)?;
+                    self.check_stop()?;
                     self.evidence(peer, number, block)?
                 }
             };
@@ -327,10 +329,9 @@ impl Scrubber {
         Ok((held, replaced))
     }
 
-    /// Returns an error if the repair of the piece must not continue.
-    fn check_limit(&self, until: Instant) -> Result<(), NotRepaired> {
-        self.pause(Duration::ZERO).map_err(|_| NotRepaired::Stopped)?;
-        if Instant::now() > until { Err(NotRepaired::TooSlow) } else { Ok(()) }
+    /// Returns an error if the scrub was stopped.
+    fn check_stop(&self) -> Result<(), NotRepaired> {
+        self.pause(Duration::ZERO).map_err(|_| NotRepaired::Stopped)
     }
 
     /// Returns the number that the layer has at the member now.
@@ -349,7 +350,10 @@ impl Scrubber {
         until: Instant,
     ) -> Result<(), NotRepaired> {
         loop {
-            self.check_limit(until)?;
+            self.check_stop()?;
+            if Instant::now() > until {
+                return Err(NotRepaired::TooSlow);
+            }
             match self.context.with_control_of(peer, |control| control.repair_layer(patch, data)) {
                 Err(ConnectError::Refused { errno: Errno::AGAIN, .. }) => {
                     self.pause(AGAIN_PAUSE).map_err(|_| NotRepaired::Stopped)?;
@@ -365,15 +369,14 @@ impl Scrubber {
         &self,
         peer: PeerIndex,
         layer: u32,
-        RepairSource { held: Held { piece, .. }, until, .. }: &RepairSource<'_>,
+        piece: ByteRange,
     ) -> Result<(Held, Vec<ByteRange>), NotRepaired> {
-        let piece = *piece;
         let runs = self.runs(peer, layer, piece)?;
         let mut held = Held { piece, runs, data: vec![0; distance(piece.length())] };
         let (mut unreadable, mut parts) = (Vec::new(), vec![piece]);
         // Each step removes a part, or halves it: at most twice as many steps as blocks.
         while let Some(part) = parts.pop() {
-            self.check_limit(*until)?;
+            self.check_stop()?;
             let start = distance(part.offset() - piece.offset());
             let target = &mut held.data[start..start + distance(part.length())];
             let read = self.context.with_control_of(peer, |control| {

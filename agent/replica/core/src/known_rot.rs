@@ -420,16 +420,18 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         })
     }
 
-    /// Returns true if data with this sum repairs the block, of whose rot an engine knows. It is the former
-    /// data, and no request may have given the block other data. If the sums of its region count, they count
+    /// Returns true if `request` repairs the block, of whose rot an engine knows, with data that has this sum.
+    /// It is the former data, and no other request may have given the block other data. If the sums of its region count, they count
     /// after the repair too.
     #[must_use]
-    pub fn is_repaired_by(&self, block: u64, given: u32) -> bool {
+    pub fn is_repaired_by(&self, block: u64, request: R, given: u32) -> bool {
+        // A request that has waited is examined again.
+        let is_own = |change: &Change<R>| change.request == request && change.after == After::Sum(given);
         self.blocks.get(&block).is_some_and(|known| {
             known.is_reported
                 && known.former == Some(given)
                 && known.failed.is_empty()
-                && known.change.is_none()
+                && known.change.as_ref().is_none_or(is_own)
         })
     }
 

@@ -71,7 +71,7 @@ impl Executor {
         let known = &self.block_sums.known;
         let is_repaired = |block: ByteRange| {
             let number = number_of(block);
-            known.is_reported(number) && known.is_repaired_by(number, self.given_sum(slot, block))
+            known.is_reported(number) && known.is_repaired_by(number, slot, self.given_sum(slot, block))
         };
         may_repair
             && !known.is_empty()

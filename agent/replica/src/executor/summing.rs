@@ -222,7 +222,7 @@ impl Executor {
         for place in 0..BLOCKS_PER_SUM_PAGE {
             let block = number * BLOCKS_PER_SUM_PAGE as u64 + place as u64;
             let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES);
-            let counts = range.is_ok_and(|range| self.is_summed(range));
+            let may_be_new = range.is_ok_and(|range| self.may_have_new_sums(range));
             let BlockSums { pages, job, known, .. } = &mut self.block_sums;
             let sum = job.sum(place);
             if sum == SUM_UNKNOWN {
@@ -230,8 +230,8 @@ impl Executor {
             }
             if known.has(block) {
                 job.add_known(block, sum);
-            } else if counts {
-                continue; // the region was repaired: its block may have rot that was not found yet
+            } else if !may_be_new {
+                continue; // the block may have rot that was not found yet
             }
             pages.sums_mut(at).set(place, known.sum_to_store(block, sum));
         }
@@ -242,6 +242,14 @@ impl Executor {
         job.clear();
         job.set_step(SummingStep::Writing);
         false
+    }
+
+    /// Returns true if blocks may get other sums. Regions that were repaired keep theirs. The same holds for a
+    /// region that a request is about to modify: its sums may count on the disk until that is recorded.
+    fn may_have_new_sums(&self, range: ByteRange) -> bool {
+        let intent_log = self.state.intent_log();
+        let mut regions = intent_log.regions().touched(range);
+        !self.is_summed(range) && regions.all(|region| intent_log.is_being_summed(region))
     }
 
     pub(super) fn on_sums_written(&mut self, at: usize, result: Result<usize, Errno>, ring: &mut Ring) {

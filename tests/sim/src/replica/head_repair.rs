@@ -5,6 +5,9 @@ use shorthorn_types::RegionSet;
 use super::sums::content_of;
 use super::*;
 
+/// A request that has not changed a block yet. The simulated replica examines each request once.
+const UNSTARTED: (ConnId, u64) = (ConnId::MAX, u64::MAX);
+
 impl Replica {
     /// Returns true if the request repairs all that it writes. An engine knows that these blocks hold rot,
     /// and the data has their sums.
@@ -12,7 +15,7 @@ impl Replica {
         let (Ask::Write(range, ..) | Ask::WriteZeroes(range, _)) = ask else { return false };
         let is_repaired = |block: u64| {
             let sum = check(&content_of(ask, *range, block)).max(1);
-            self.known_rot.is_repaired_by(block, sum)
+            self.known_rot.is_repaired_by(block, UNSTARTED, sum)
         };
         *range == range.grown_to_blocks() && block_numbers(*range).all(is_repaired)
     }

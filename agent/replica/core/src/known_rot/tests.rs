@@ -60,20 +60,21 @@ fn a_sum_confirms_a_block_unless_it_may_have_other_data() {
 #[test]
 fn the_former_data_repairs_a_block_of_whose_rot_an_engine_knows() {
     let mut known = known();
-    assert!(!known.is_repaired_by(4, 70), "it may be any write");
+    assert!(!known.is_repaired_by(4, 2, 70), "it may be any write");
     known.reported(4);
-    assert_eq!([70, 71].map(|sum| known.is_repaired_by(4, sum)), [true, false]);
+    assert_eq!([70, 71].map(|sum| known.is_repaired_by(4, 2, sum)), [true, false]);
     known.modified(1, 4, After::Sum(70));
-    assert!(!known.is_repaired_by(4, 70), "a request is modifying it");
+    assert!(!known.is_repaired_by(4, 2, 70), "another request is modifying it");
+    assert!(known.is_repaired_by(4, 1, 70), "the repair has waited");
     known.ended(1, true);
-    assert!(!known.is_repaired_by(4, 70), "it is repaired");
+    assert!(!known.is_repaired_by(4, 2, 70), "it is repaired");
     known.reported(5);
     known.modified(1, 5, After::Unmerged);
     known.ended(1, false);
-    assert!(known.is_repaired_by(5, 70));
+    assert!(known.is_repaired_by(5, 2, 70));
     known.keep_lost([6]);
     known.reported(6);
-    assert!(!known.is_repaired_by(6, 70), "no sum is known");
+    assert!(!known.is_repaired_by(6, 2, 70), "no sum is known");
 }
 
 /// A repair may fail, because the disk is full.
