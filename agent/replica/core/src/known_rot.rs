@@ -420,9 +420,9 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         })
     }
 
-    /// Returns true if `request` repairs the block, of whose rot an engine knows, with data that has this sum.
-    /// It is the former data, and no other request may have given the block other data. If the sums of its region count, they count
-    /// after the repair too.
+    /// Returns true if `request` repairs the block with data that has this sum. An engine knows of the rot,
+    /// the data is the former data, and no other request may have given the block other data. If the sums of
+    /// its region count, they count after the repair too.
     #[must_use]
     pub fn is_repaired_by(&self, block: u64, request: R, given: u32) -> bool {
         // A request that has waited is examined again.

@@ -244,8 +244,8 @@ impl Executor {
         false
     }
 
-    /// Returns true if blocks may get other sums. Regions that were repaired keep theirs. The same holds for a
-    /// region that a request is about to modify: its sums may count on the disk until that is recorded.
+    /// Returns true if blocks may get other sums. Regions that were repaired keep theirs. A region that a
+    /// request is about to modify does so too: its sums may count on the disk until that is recorded.
     fn may_have_new_sums(&self, range: ByteRange) -> bool {
         let intent_log = self.state.intent_log();
         let mut regions = intent_log.regions().touched(range);
