@@ -265,7 +265,7 @@ fn nothing_happens_unless_the_operator_wants_it() {
     assert!(!output.status.success());
     let text = fs::read_to_string(&plan).unwrap();
     let plan = host.review(&text.replace("node = \"n1\"", "node = \"n2\""));
-    host.assert_refused(&plan, "of node \"n2\"");
+    host.assert_refused(&plan, "for node \"n2\"");
     // A mount hides no files.
     let plan = host.review(&text);
     fs::create_dir(host.path("mount")).unwrap();
