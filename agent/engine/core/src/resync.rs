@@ -27,6 +27,8 @@ impl Resync {
         let mut left = RegionSet::empty(regions);
         left.insert_all(dirty);
         let is_under_way = !left.is_empty();
+        // An engine without a resync would keep the sets as long as it runs.
+        let sources = if is_under_way { sources } else { Vec::new() };
         Resync { left, sources, cursor: 0, is_under_way }
     }
 
