@@ -134,6 +134,11 @@ impl Unsummed {
         self.summing.is_some_and(|summing| summing.mask(&one) & summing.begun & !summing.spoiled != 0)
     }
 
+    /// Returns true if the running sum may replace the sums of blocks in the region.
+    pub fn may_have_new_sums(&self, region: u32) -> bool {
+        self.is_being_summed(region) && !self.is_summed(region)
+    }
+
     pub fn end(&mut self, well: bool) {
         let Some(Summing { first, begun, spoiled }) = self.summing.take() else { return };
         let sound = if well { begun & !spoiled } else { 0 };

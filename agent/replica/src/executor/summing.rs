@@ -244,12 +244,9 @@ impl Executor {
         false
     }
 
-    /// Returns true if blocks may get other sums. Regions that were repaired keep theirs. A region that a
-    /// request is about to modify does so too: its sums may count on the disk until that is recorded.
-    fn may_have_new_sums(&self, range: ByteRange) -> bool {
+    fn may_have_new_sums(&self, block: ByteRange) -> bool {
         let intent_log = self.state.intent_log();
-        let mut regions = intent_log.regions().touched(range);
-        !self.is_summed(range) && regions.all(|region| intent_log.is_being_summed(region))
+        intent_log.regions().touched(block).all(|region| intent_log.may_have_new_sums(region))
     }
 
     pub(super) fn on_sums_written(&mut self, at: usize, result: Result<usize, Errno>, ring: &mut Ring) {
@@ -398,6 +395,67 @@ impl Executor {
     pub(super) fn sum_soon(&mut self) {
         if self.block_sums.pages.is_kept() {
             self.block_sums.schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_types::{MarkAction, MarkRegions, RegionsOf};
+
+    use super::*;
+    use crate::executor::tests::new_store;
+
+    const KEPT: u32 = 70;
+    const FRESH: u32 = 71;
+    const PLACE: usize = 3;
+
+    fn end_operation(executor: &mut Executor, ring: &mut Ring) {
+        let mut completions = Vec::new();
+        ring.wait(None, &mut completions).unwrap();
+        completions.drain(..).for_each(|completion| executor.on_completion(completion, ring));
+    }
+
+    /// The sum of rot that was not found yet could count after a crash.
+    #[test]
+    fn a_read_back_stores_no_sum_of_an_unknown_block_also_if_a_write_overtakes_it() {
+        for (is_repaired, is_overtaken, stored) in
+            [(false, false, FRESH), (false, true, KEPT), (true, false, KEPT), (true, true, KEPT)]
+        {
+            let temp = tempfile::tempdir().unwrap();
+            let (mut store, owner, loaded) = new_store(&temp.path().join("replica"));
+            let file = store.open_block_sums().unwrap();
+            let mut executor = Executor::new(store, owner, loaded).unwrap();
+            executor.block_sums.pages.begin(file);
+            let mut ring = Ring::new(16).unwrap();
+            assert_eq!(executor.sum_page(0, &mut ring), None);
+            end_operation(&mut executor, &mut ring);
+            let at = executor.sum_page(0, &mut ring).unwrap();
+            executor.block_sums.pages.sums_mut(at).set(PLACE, KEPT);
+            let intent_log = executor.state.intent_log_mut();
+            let region = intent_log.regions().range(0);
+            intent_log.keep_unsummed(None);
+            intent_log.want_sums(0..1);
+            if is_repaired {
+                assert!(intent_log.begin_sums(0..1));
+                intent_log.end_sums(true);
+                intent_log.admit_repair(region);
+                let (of, action) = (RegionsOf::Intent, MarkAction::Clear);
+                let clear = MarkRegions { of, action, runs: vec![(0, 1)], stamp: 0, size_bytes: 0 };
+                intent_log.mark(&clear).unwrap();
+            }
+            assert!(intent_log.begin_sums(0..1));
+            let block = ByteRange::new(PLACE as u64 * BLOCK_BYTES, BLOCK_BYTES).unwrap();
+            executor.block_sums.job.begin(region);
+            executor.block_sums.job.add(block, FRESH);
+            executor.block_sums.job.store(0, region.end());
+            if is_overtaken {
+                executor.state.intent_log_mut().admit(block);
+            }
+            assert!(!executor.write_sums(0, &mut ring), "the page is being written");
+            let found = executor.block_sums.pages.peek(0).unwrap().sum(PLACE);
+            assert_eq!(found, stored, "repaired: {is_repaired}, overtaken: {is_overtaken}");
+            end_operation(&mut executor, &mut ring);
         }
     }
 }

@@ -91,6 +91,14 @@ impl WriteIntentLog {
         self.unsummed.as_ref().is_some_and(|unsummed| unsummed.is_being_summed(region))
     }
 
+    /// Returns true if the running sum may replace the sums of blocks in the region. A region that was
+    /// repaired keeps its sums. A region that a request is about to modify does so too: its sums may count on
+    /// the disk until that is recorded.
+    #[must_use]
+    pub fn may_have_new_sums(&self, region: u32) -> bool {
+        self.unsummed.as_ref().is_some_and(|unsummed| unsummed.may_have_new_sums(region))
+    }
+
     /// Ends the sums of the begun regions: they are durable, or (`well`: false) they will not be. From now on
     /// they count, for those regions that nothing has modified meanwhile.
     pub fn end_sums(&mut self, well: bool) {

@@ -402,3 +402,26 @@ fn other_data_ends_the_sums_of_a_region_that_is_read_back() {
     intent_log.end_sums(true);
     assert!(!intent_log.is_summed(3) && intent_log.wants_sums());
 }
+
+/// The block may hold rot that was not found yet. A sum of that must not replace one that counts on the disk.
+#[test]
+fn a_region_that_is_read_back_or_about_to_be_modified_gets_no_new_sums() {
+    let mut intent_log = intent_log(10);
+    intent_log.keep_unsummed(None);
+    intent_log.want_sums(0..10);
+    assert!(!intent_log.may_have_new_sums(3), "nothing is being summed");
+    assert!(intent_log.begin_sums(2..4));
+    assert_eq!([1, 2, 3].map(|region| intent_log.may_have_new_sums(region)), [false, true, true]);
+    assert_eq!(intent_log.admit(range(2, 1)), Admit::Wait);
+    assert_eq!([2, 3].map(|region| intent_log.may_have_new_sums(region)), [false, true]);
+    let mut intent_log = summed();
+    assert_eq!(intent_log.admit_repair(range(3, 1)), Admit::Wait);
+    write_all(&mut intent_log);
+    intent_log.mark(&mark(RegionsOf::Intent, MarkAction::Clear, &[(3, 1)])).unwrap();
+    assert!(intent_log.begin_sums(3..4) && !intent_log.may_have_new_sums(3), "it was repaired");
+    while let Some(PageWrite { slot, .. }) = intent_log.begin_write(true) {
+        intent_log.end_write(slot, true);
+    }
+    assert_eq!(intent_log.admit(range(3, 1)), Admit::Wait);
+    assert!(!intent_log.is_summed(3) && !intent_log.may_have_new_sums(3), "the record is not durable yet");
+}
