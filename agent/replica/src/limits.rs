@@ -73,8 +73,8 @@ pub(crate) const SUM_BUSY_SHARE: u64 = 8;
 pub(crate) const SUM_LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// The pause between two searches for regions that hold data, at the start. A search takes some milliseconds.
 pub(crate) const SUM_SEARCH_PAUSE: Duration = Duration::from_millis(100);
-/// The pause before storing sums is tried again after a lack of space, and the longest pause between two
-/// regions.
+/// The pause before sums are tried again after a lack of space, or of regions that cannot be read. Also the
+/// longest pause between two regions.
 pub(crate) const SUM_SPACE_INTERVAL: Duration = Duration::from_secs(60);
 /// The free space below which the replica stores no sums: the volume needs the space more.
 pub(crate) const SUM_FREE_BYTES_MIN: u64 = 64 << 20;

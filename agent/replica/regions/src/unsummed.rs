@@ -106,10 +106,15 @@ impl Unsummed {
     }
 
     pub fn need_none(&mut self, run: Range<u32>) {
-        if let Some(summing) = &mut self.summing {
-            summing.begun &= !summing.mask(&run);
-        }
+        self.leave_out(&run);
         self.todo.remove_run(run);
+    }
+
+    /// Leaves regions out of the running sum. They still have to be summed.
+    pub fn leave_out(&mut self, run: &Range<u32>) {
+        if let Some(summing) = &mut self.summing {
+            summing.begun &= !summing.mask(run);
+        }
     }
 
     pub fn next_to_sum(&self, from: u32, intent: &PagedSet) -> Option<u32> {

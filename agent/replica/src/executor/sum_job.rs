@@ -27,6 +27,8 @@ pub(super) struct Run {
     pub step: SummingStep,
     /// True if the result is not needed any more.
     pub is_void: bool,
+    /// True if some blocks could not be read.
+    pub is_unreadable: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,7 +62,8 @@ impl SumJob {
         self.fresh.clear();
         self.read_back.clear();
         let (at_bytes, end_bytes) = (bytes.offset(), bytes.end());
-        self.run = Some(Run { at_bytes, end_bytes, read_bytes: 0, step: SummingStep::Next, is_void: false });
+        let (step, is_void, is_unreadable) = (SummingStep::Next, false, false);
+        self.run = Some(Run { at_bytes, end_bytes, read_bytes: 0, step, is_void, is_unreadable });
     }
 
     /// Returns the run, if any.
@@ -77,6 +80,13 @@ impl SumJob {
     pub fn void(&mut self) {
         if let Some(run) = &mut self.run {
             run.is_void = true;
+        }
+    }
+
+    /// Continues without the piece, which could not be read.
+    pub fn skip_unreadable(&mut self) {
+        if let Some(run) = &mut self.run {
+            (run.step, run.is_unreadable) = (SummingStep::Next, true);
         }
     }
 

@@ -201,13 +201,20 @@ impl Executor {
 
     /// Makes the sums of a piece that was read.
     fn take_piece(&mut self, job: Run, outcome: OperationResult) -> bool {
-        if job.is_void || outcome.is_err() {
-            // Unreadable blocks have no sums; a scrub finds them.
+        if job.is_void {
             self.state.intent_log_mut().end_sums(false);
             self.end_job(job);
             return false;
         }
         let blocks = self.work(SUM_SLOT).blocks;
+        if outcome.is_err() {
+            // Unreadable blocks have no sums; a scrub finds them.
+            let intent_log = self.state.intent_log_mut();
+            let regions = intent_log.regions().touched(blocks);
+            intent_log.leave_out_of_sums(&regions);
+            self.block_sums.job.skip_unreadable();
+            return true;
+        }
         for block in block_ranges(blocks) {
             let sum = block_sum(self.buffers.part(SUM_SLOT, blocks.offset(), block).crc32c());
             self.block_sums.job.add(block, sum);
@@ -299,6 +306,10 @@ impl Executor {
 
     fn end_job(&mut self, job: Run) {
         self.block_sums.job.end();
+        if job.is_unreadable {
+            // A disk may need seconds for each block that it cannot read.
+            return self.block_sums.schedule.wait_until(Instant::now() + SUM_SPACE_INTERVAL);
+        }
         self.block_sums.schedule.pause(job.read_bytes, self.in_flight.is_busy(), Instant::now());
     }
 
@@ -404,6 +415,8 @@ mod tests {
     use shorthorn_types::{MarkAction, MarkRegions, RegionsOf};
 
     use super::*;
+    use crate::executor::kind;
+    use crate::executor::sum_schedule::SumSchedule;
     use crate::executor::tests::new_store;
 
     const KEPT: u32 = 70;
@@ -457,5 +470,38 @@ mod tests {
             assert_eq!(found, stored, "repaired: {is_repaired}, overtaken: {is_overtaken}");
             end_operation(&mut executor, &mut ring);
         }
+    }
+
+    /// A disk may need seconds for each attempt.
+    #[test]
+    fn a_region_that_cannot_be_read_is_tried_again_later_and_others_get_sums() {
+        let temp = tempfile::tempdir().unwrap();
+        let (mut store, owner, loaded) = new_store(&temp.path().join("replica"));
+        store.write_at(&vec![7; 128 << 10], 0, true).unwrap();
+        let file = store.open_block_sums().unwrap();
+        let mut executor = Executor::new(store, owner, loaded).unwrap();
+        executor.block_sums.pages.begin(file);
+        executor.block_sums.schedule = SumSchedule::new(true, 32 << 20, Instant::now());
+        executor.block_sums.schedule.searched_to(None);
+        let intent_log = executor.state.intent_log_mut();
+        intent_log.keep_unsummed(None);
+        intent_log.want_sums(0..2);
+        let (mut ring, mut completions, mut reads) = (Ring::new(16).unwrap(), Vec::new(), 0);
+        executor.sum(&mut ring);
+        while executor.is_summing() {
+            ring.wait(None, &mut completions).unwrap();
+            for mut completion in completions.drain(..) {
+                if completion.token.kind == kind::READ {
+                    reads += 1;
+                    completion.result = if reads == 1 { -libc::EIO } else { completion.result };
+                }
+                executor.on_completion(completion, &mut ring);
+            }
+            executor.sum(&mut ring);
+        }
+        let intent_log = executor.state.intent_log();
+        assert_eq!((reads, [0, 1].map(|region| intent_log.is_summed(region))), (2, [false, true]));
+        assert_eq!(intent_log.next_to_sum(0), Some(0));
+        assert!(executor.sums_pause().unwrap() > SUM_SPACE_INTERVAL / 2);
     }
 }

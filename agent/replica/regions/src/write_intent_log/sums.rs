@@ -107,6 +107,13 @@ impl WriteIntentLog {
         }
     }
 
+    /// Leaves the regions of `run` out of the running sums, because they cannot be read now.
+    pub fn leave_out_of_sums(&mut self, run: &Range<u32>) {
+        if let Some(unsummed) = &mut self.unsummed {
+            unsummed.leave_out(run);
+        }
+    }
+
     /// Excludes the regions of `run` from sums, because they hold no data worth a sum.
     pub fn need_no_sums(&mut self, run: Range<u32>) {
         if let Some(unsummed) = &mut self.unsummed {

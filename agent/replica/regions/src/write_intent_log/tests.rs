@@ -425,3 +425,16 @@ fn a_region_that_is_read_back_or_about_to_be_modified_gets_no_new_sums() {
     assert_eq!(intent_log.admit(range(3, 1)), Admit::Wait);
     assert!(!intent_log.is_summed(3) && !intent_log.may_have_new_sums(3), "the record is not durable yet");
 }
+
+#[test]
+fn a_region_that_cannot_be_read_is_left_out_of_the_running_sum_and_summed_later() {
+    let mut intent_log = intent_log(10);
+    intent_log.keep_unsummed(None);
+    intent_log.want_sums(2..4);
+    assert!(intent_log.begin_sums(2..4));
+    intent_log.leave_out_of_sums(&(3..4));
+    assert_eq!([2, 3].map(|region| intent_log.is_being_summed(region)), [true, false]);
+    intent_log.end_sums(true);
+    assert_eq!([2, 3].map(|region| intent_log.is_summed(region)), [true, false]);
+    assert_eq!(intent_log.next_to_sum(0), Some(3));
+}
