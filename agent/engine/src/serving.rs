@@ -2,6 +2,7 @@
 //! socket, and starts rebuild tasks for replicas outside the view.
 
 mod commands;
+mod differences;
 mod expansion;
 mod members;
 mod moves;
@@ -31,6 +32,7 @@ use crate::scrubber::Scrubbing;
 use crate::shared::{Shared, lock};
 use crate::state::EngineState;
 use crate::status::{self, Meter};
+use differences::{Difference, Differences};
 use moves::Moves;
 
 /// The interval of reading the progress of running copies from the core. Reading takes the core's lock, and
@@ -65,6 +67,8 @@ pub struct Serving<'a> {
     /// The members whose addresses have changed.
     moves: Moves,
     is_scrubbing: bool,
+    /// Differences of the running scrub that are not logged yet.
+    differences: Differences,
     /// The running scrub of the snapshots, and the settings with which the scrub of the volume follows.
     snapshots: Option<(Scrubbing, ScrubConfig)>,
     /// The number of scrubs so far.
@@ -101,6 +105,7 @@ impl<'a> Serving<'a> {
             begun: now,
             moves: Moves::default(),
             is_scrubbing: false,
+            differences: Differences::default(),
             snapshots: None,
             scrubs: 0,
             logged: now,
@@ -126,6 +131,12 @@ impl<'a> Serving<'a> {
     /// # Errors
     /// The reason why it cannot continue.
     pub fn run(&mut self, events: &Receiver<MainEvent>) -> Result<Ending, EngineError> {
+        let ended = self.serve(events);
+        self.log_all_differences();
+        ended
+    }
+
+    fn serve(&mut self, events: &Receiver<MainEvent>) -> Result<Ending, EngineError> {
         let mut polled = Instant::now();
         loop {
             let limit = self.is_copying().then(|| POLL_INTERVAL.saturating_sub(polled.elapsed())).into_iter();
@@ -188,6 +199,7 @@ impl<'a> Serving<'a> {
                 },
             }
         };
+        self.log_all_differences();
         self.log_cleared(is_done, begin.elapsed());
         Ok((ending, is_done))
     }
@@ -440,6 +452,8 @@ impl<'a> Serving<'a> {
         if let Some(at_bytes) = progress.scrub_at_bytes {
             self.publish_scrub(|scrub| scrub.at_bytes = at_bytes);
         }
+        let due = self.differences.take_due(now);
+        self.log_differences(due);
         if is_time_to_log {
             self.logged = now;
         }
@@ -453,11 +467,25 @@ impl<'a> Serving<'a> {
         let odd: Vec<String> =
             odd.iter().filter_map(|peer| self.replica(*peer)).map(|replica| replica.to_string()).collect();
         let odd = odd.join(" ");
-        tracing::error!(
-            volume = %self.spec.volume, %range, odd, repaired, "the members have different data"
-        );
         let last = format!("{range}: {odd}{}", if repaired { ", repaired" } else { "" });
+        let found = Difference::new(range, odd, repaired);
+        // A read finds few.
+        let unlogged = if self.is_scrubbing { self.differences.add(found) } else { Some(found) };
+        self.log_differences(unlogged);
         self.count_found(repaired, last);
+    }
+
+    /// Logs the differences of the scrub, which has ended.
+    fn log_all_differences(&mut self) {
+        let differences = self.differences.take_all();
+        self.log_differences(differences);
+    }
+
+    fn log_differences(&self, differences: impl IntoIterator<Item = Difference>) {
+        for Difference { odd, repaired, count, first, last } in differences {
+            let volume = &self.spec.volume;
+            tracing::error!(%volume, count, %first, %last, odd, repaired, "the members have different data");
+        }
     }
 
     fn count_found(&self, repaired: bool, last: String) {
@@ -519,6 +547,7 @@ impl<'a> Serving<'a> {
             return; // of one that was stopped
         }
         self.is_scrubbing = false;
+        self.log_all_differences();
         let size_bytes = self.spec.size_bytes;
         self.publish(|engine| engine.complete_scrub(size_bytes));
         tracing::info!(volume = %self.spec.volume, "the scrub has compared everything");

@@ -74,6 +74,7 @@ impl Serving<'_> {
     /// which of them is right there.
     fn scrub(&mut self, command: Option<ScrubCommand>) -> Result<(), EngineError> {
         tracing::info!(volume = %self.spec.volume, ?command, "scrub");
+        self.log_all_differences();
         self.is_scrubbing = command.is_some();
         self.snapshots = None;
         self.shared().send_to_core(Event::Scrub(None));
