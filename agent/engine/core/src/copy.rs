@@ -210,13 +210,21 @@ impl Copy {
         true
     }
 
-    /// Lets the piece be read from `source`, if one was found, while `members` are the members. Returns the
-    /// operation to send, or none if nothing is left to copy: then the copy has no target any more.
-    pub fn read_from(&mut self, source: Option<PeerIndex>, members: PeerMask) -> Option<Operation> {
+    /// Lets the piece be read from `source`, if one was found, while `members` are the members. Those of
+    /// `alike` hold the same as the source. Returns the operation to send, or none if nothing is left to
+    /// copy: then the copy has no target any more.
+    pub fn read_from(
+        &mut self,
+        source: Option<PeerIndex>,
+        members: PeerMask,
+        alike: PeerMask,
+    ) -> Option<Operation> {
         let source = source.map_or(PeerMask::NONE, PeerMask::one);
         // The previous piece may have had another source.
         match self.why {
-            CopyReason::Resync { .. } => self.targets = members,
+            // Rot is copied to all, so that each of them records it.
+            CopyReason::Resync { .. } if self.is_unchecked => self.targets = members,
+            CopyReason::Resync { .. } => self.targets = members.without(alike),
             CopyReason::Failed { .. } => self.targets = self.all,
             CopyReason::Rebuild { .. } | CopyReason::Repair { .. } => {}
         }

@@ -23,7 +23,7 @@ fn failed(length: u64) -> Copy {
 /// Reads the piece from replica 0, and returns the offset, length and kind of each part that is written.
 fn runs(copy: &mut Copy, zeroes: ZeroBlocks) -> Vec<(u64, u64, bool)> {
     assert_eq!(copy.next_action(), CopyAction::Read);
-    assert_eq!(copy.read_from(Some(0), peers(&[0, 1])), Some(Operation::CheckedRead));
+    assert_eq!(copy.read_from(Some(0), peers(&[0, 1]), PeerMask::NONE), Some(Operation::CheckedRead));
     assert!(copy.piece_read(zeroes) && !copy.piece_read(zeroes));
     let mut runs = Vec::new();
     while let CopyAction::Write { operation, range, buffer_offset, .. } = copy.next_action() {
@@ -50,7 +50,7 @@ fn a_large_region_is_split_into_pieces() {
     let mut lengths = Vec::new();
     while copy.next_action() == CopyAction::Read {
         lengths.push(copy.piece().length());
-        copy.read_from(Some(0), peers(&[0, 1]));
+        copy.read_from(Some(0), peers(&[0, 1]), PeerMask::NONE);
         copy.piece_read([0; 4]);
         assert!(matches!(copy.next_action(), CopyAction::Write { .. }));
     }
@@ -64,7 +64,7 @@ fn a_copy_ends_without_targets_or_a_source() {
     copy.forget(peers(&[2]));
     assert_eq!(copy.next_action(), CopyAction::End);
     let mut copy = rebuild(4096);
-    assert_eq!(copy.read_from(None, PeerMask::NONE), None);
+    assert_eq!(copy.read_from(None, PeerMask::NONE, PeerMask::NONE), None);
     assert_eq!((copy.next_action(), copy.targets()), (CopyAction::End, PeerMask::NONE));
     let mut copy = rebuild(4096);
     assert_eq!((copy.cancel(), copy.next_action()), (peers(&[2]), CopyAction::End));
@@ -73,12 +73,14 @@ fn a_copy_ends_without_targets_or_a_source() {
 #[test]
 fn the_source_is_not_a_target_of_its_piece() {
     let mut resync = Copy::new(CopyReason::Resync { region: 0 }, range(4096), peers(&[0, 1]));
-    assert!(resync.read_from(Some(1), peers(&[0, 1, 2])).is_some());
+    assert!(resync.read_from(Some(1), peers(&[0, 1, 2]), PeerMask::NONE).is_some());
     assert_eq!(resync.targets(), peers(&[0, 2]), "the members at the time");
+    resync.read_from(Some(1), peers(&[0, 1, 2]), peers(&[0, 1]));
+    assert_eq!(resync.targets(), peers(&[2]), "another one holds the same as the source");
     let mut failed = failed(2 << 20);
-    failed.read_from(Some(0), peers(&[0, 1, 2]));
+    failed.read_from(Some(0), peers(&[0, 1, 2]), PeerMask::NONE);
     assert_eq!(failed.targets(), peers(&[1, 2]));
-    failed.read_from(Some(1), peers(&[0, 1, 2]));
+    failed.read_from(Some(1), peers(&[0, 1, 2]), PeerMask::NONE);
     assert_eq!(failed.targets(), peers(&[0, 2]), "the source of one piece is a target of another");
 }
 
@@ -87,7 +89,7 @@ fn a_member_with_rot_gets_the_piece_from_another() {
     let mut copy = rebuild(4096);
     assert!(copy.expects_rot());
     assert_eq!(copy.found_rot(0), Some(range(4096)));
-    assert!(copy.read_from(Some(1), peers(&[0, 1])).is_some() && copy.piece_read([0; 4]));
+    assert!(copy.read_from(Some(1), peers(&[0, 1]), PeerMask::NONE).is_some() && copy.piece_read([0; 4]));
     assert!(!copy.expects_rot(), "it was read");
     let CopyAction::Write { to, .. } = copy.next_action() else { panic!("{copy:?}") };
     assert_eq!((to, copy.targets()), (peers(&[0, 2]), peers(&[2])));
@@ -102,7 +104,7 @@ fn rot_of_all_members_is_narrowed_to_blocks_and_copied_unchanged() {
     assert_eq!((copy.piece(), copy.rotten()), (range(4096), PeerMask::NONE));
     copy.found_rot(0);
     assert_eq!(copy.all_sources_rotten(), NoSource::Unchecked);
-    assert_eq!(copy.read_from(Some(0), peers(&[0])), Some(Operation::Read));
+    assert_eq!(copy.read_from(Some(0), peers(&[0]), PeerMask::NONE), Some(Operation::Read));
     assert!(!copy.expects_rot() && copy.piece_read([0; 4]));
     assert!(matches!(copy.next_action(), CopyAction::Write { .. }));
     assert_eq!(copy.next_action(), CopyAction::Read);
@@ -117,7 +119,7 @@ fn rot_of_all_members_is_narrowed_to_blocks_and_copied_unchanged() {
 fn a_full_member_becomes_the_source_of_a_failed_request_once() {
     assert!(!rebuild(4096).becomes_source(1));
     let mut copy = failed(4096);
-    copy.read_from(Some(0), peers(&[0, 1, 2]));
+    copy.read_from(Some(0), peers(&[0, 1, 2]), PeerMask::NONE);
     assert!(copy.piece_read([0; 4]) && matches!(copy.next_action(), CopyAction::Write { .. }));
     assert!(copy.becomes_source(1) && !copy.becomes_source(1));
     assert_eq!(copy.next_action(), CopyAction::Read, "the piece starts over");
@@ -129,7 +131,7 @@ fn rot_beside_a_failed_request_is_narrowed_to_single_blocks_first() {
     let mut copy = failed(2 * 4096);
     assert_eq!(copy.found_rot(0), None);
     assert_eq!(copy.found_rot(0), Some(range(4096)));
-    copy.read_from(Some(1), peers(&[0, 1]));
+    copy.read_from(Some(1), peers(&[0, 1]), PeerMask::NONE);
     assert!(copy.piece_read([0; 4]) && copy.leaves_rot(0));
     assert!(copy.targets().has(0), "it stays a target of the pieces that follow");
 }

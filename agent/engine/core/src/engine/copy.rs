@@ -106,8 +106,9 @@ impl EngineCore {
             return self.read_piece(id, out);
         }
         let members = self.membership.answering();
+        let alike = source.map_or(PeerMask::NONE, |source| self.alike(why, source));
         let Some(Job::Copy(copy)) = self.job(id) else { return };
-        let Some(operation) = copy.read_from(source, members) else { return self.end_copy(id, out) };
+        let Some(operation) = copy.read_from(source, members, alike) else { return self.end_copy(id, out) };
         let piece = copy.piece();
         let from = source.map_or(PeerMask::NONE, PeerMask::one);
         self.send(id, operation, piece, 0, from, out);
@@ -126,6 +127,15 @@ impl EngineCore {
             CopyReason::Failed { sources, .. } => sources.and(sound).first(),
         };
         preferred.filter(|peer| sound.has(*peer)).or_else(|| sound.first())
+    }
+
+    /// Returns the members that hold the same as the source, because neither of them has modified the
+    /// region. A copy would put the region into their write intent. If that resync is interrupted too, the
+    /// next engine could not distinguish them from a member that was being repaired.
+    fn alike(&self, why: CopyReason, source: PeerIndex) -> PeerMask {
+        let CopyReason::Resync { region } = why else { return PeerMask::NONE };
+        let sources = self.resync.sources(region);
+        if sources.has(source) { sources } else { PeerMask::NONE }
     }
 
     /// Handles rot in all possible sources of the piece. True if there is something to read again. Data that

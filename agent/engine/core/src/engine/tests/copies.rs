@@ -77,6 +77,26 @@ fn a_region_that_few_members_have_modified_is_copied_from_the_others() {
     assert_eq!(parts(&out, COPY), [(1, Operation::CheckedRead, 2 * 65536, 65536, 0)], "any member will do");
 }
 
+/// Otherwise an interruption of this copy could make the member that has modified the region the next source.
+#[test]
+fn members_that_have_not_modified_a_region_keep_it_out_of_their_write_intent() {
+    let mut config = config(3, 3);
+    config.dirty = region_set(&[1]);
+    config.resync_sources = vec![region_set(&[1]), region_set(&[]), region_set(&[1])];
+    config.copy_slots = 2;
+    let mut bench = Bench::with(&config);
+    let out = bench.tick(1);
+    assert_eq!(parts(&out, COPY), [(0, Operation::CheckedRead, 65536, 65536, 0)]);
+    assert_eq!(sent(&bench.reply(0, COPY, Ok(())), COPY), [(1, WRITE)]);
+    assert!(is_resynced(&bench.reply(1, COPY, Ok(()))));
+    // One with rot gets the data of the other one, too.
+    let mut bench = Bench::with(&config);
+    bench.tick(1);
+    let out = bench.reply(0, COPY, Err(Errno::ROTTEN));
+    assert_eq!(parts(&out, COPY), [(2, Operation::CheckedRead, 65536, 65536, 0)]);
+    assert_eq!(sent(&bench.reply(2, COPY, Ok(())), COPY), [(0, WRITE), (1, WRITE)]);
+}
+
 #[test]
 fn requests_wait_until_their_regions_are_equal_and_others_continue() {
     let mut bench = unequal(&[0, 5]);
