@@ -180,6 +180,12 @@ impl ReplicaError {
         }
     }
 
+    /// Returns true if an engine repeats the request soon, again and again. It logs the outcome.
+    #[must_use]
+    pub fn passes_soon(&self) -> bool {
+        matches!(self, ReplicaError::SetBeingWritten(_) | ReplicaError::BeingModified(_))
+    }
+
     pub(crate) fn system(action: &'static str, source: impl Into<io::Error>) -> ReplicaError {
         ReplicaError::System { action, source: source.into() }
     }

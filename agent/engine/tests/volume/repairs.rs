@@ -126,5 +126,6 @@ fn a_repair_waits_while_a_set_is_written() {
     load.stop_and_verify(&volume);
     assert_eq!((found.found, found.repaired), (1, 1), "{found:?}");
     assert!(data_of(&volume, 0) == before);
+    assert!(!volume.log_of_replica(0).contains("RepairLayer refused"), "each attempt was logged");
     volume.stop();
 }

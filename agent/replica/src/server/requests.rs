@@ -165,7 +165,9 @@ impl Server {
 
     /// Answers a control frame with an error, and why.
     pub(super) fn refuse_text(&mut self, slot: u16, header: &Header, error: &ReplicaError) {
-        tracing::warn!(%error, "{:?} refused", header.opcode);
+        if !error.passes_soon() {
+            tracing::warn!(%error, "{:?} refused", header.opcode);
+        }
         let refusal = Refusal { message: error.to_string(), holder: None };
         let (response, text) = encode_text(header.response(Err(error.errno())), &refusal);
         let payload = self.executor.put_text(slot, &text);
