@@ -69,8 +69,8 @@ impl RegionSets {
         self.waiting.admit(state, range, slot).is_some()
     }
 
-    /// Returns true if the repair in `slot` may be executed, like [`RegionSets::admit`]. The sums of its regions
-    /// count further.
+    /// Returns true if the repair in `slot` may be executed, like [`RegionSets::admit`]. The sums of its
+    /// regions count further.
     pub fn admit_repair(&mut self, state: &mut ReplicaState, range: ByteRange, slot: u16) -> bool {
         self.waiting.admit_repair(state, range, slot).is_some()
     }
