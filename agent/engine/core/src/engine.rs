@@ -15,6 +15,7 @@ use crate::bucket::Bucket;
 use crate::clearing::Clearing;
 use crate::clock::Clock;
 use crate::closed::ClosedConnections;
+use crate::dispatch::DispatchQueue;
 use crate::event::{CopyProgress, CoreConfig, DropCause, Event, Output, Outputs};
 use crate::flight::Flights;
 use crate::intent::WriteIntent;
@@ -28,7 +29,6 @@ use crate::scrub::{Scrub, Suspects};
 use crate::size::VolumeSize;
 use crate::slot::{SlotId, SlotPhase, Slots};
 use crate::space::Space;
-use crate::turns::Turns;
 use crate::wake::Wake;
 
 /// The core of the engine of one attached volume. See the crate's description.
@@ -53,7 +53,7 @@ pub struct EngineCore {
     closed: ClosedConnections,
 
     slots: Slots,
-    turns: Turns,
+    dispatch: DispatchQueue,
     flights: Flights,
     space: Space,
 
@@ -81,7 +81,7 @@ impl EngineCore {
         let mut core = EngineCore {
             size: VolumeSize::new(config.size_bytes),
             membership: Membership::new(&config.peers, config.view),
-            turns: Turns::new(every),
+            dispatch: DispatchQueue::new(every),
             wake: Wake::new(),
             closed: ClosedConnections::new(config.queues),
             timeouts: ReplicaTimeouts::new(config.queues, config.replica_timeout_ms, config.late_limit_ms),
@@ -212,7 +212,7 @@ impl EngineCore {
     /// Continues all work that can continue, except requests that do not wait.
     fn work(&mut self, out: &mut Outputs) {
         if self.wake.take_requests() {
-            self.issue_held(out);
+            self.issue_deferred(out);
         }
         self.grow(out);
         self.leave_without_space(out);
@@ -235,7 +235,7 @@ impl EngineCore {
         self.membership.is_frozen() || self.timeouts.is_out_of_touch() || self.membership.is_changing()
     }
 
-    /// Sends a request that has its turn in the range table, or holds it.
+    /// Sends a request or copy whose range is free, or defers it.
     fn issue(&mut self, id: SlotId, out: &mut Outputs) {
         if self.slots.copy_index(id).is_some() {
             self.advance(id, out);
@@ -244,28 +244,28 @@ impl EngineCore {
         }
     }
 
-    fn hold(&mut self, id: SlotId) {
-        self.slots.at_mut(id).phase = SlotPhase::Held;
-        self.turns.hold(id);
+    fn defer(&mut self, id: SlotId) {
+        self.slots.at_mut(id).phase = SlotPhase::Deferred;
+        self.dispatch.defer(id);
     }
 
-    fn issue_held(&mut self, out: &mut Outputs) {
+    fn issue_deferred(&mut self, out: &mut Outputs) {
         self.flights.retry();
-        let held = self.turns.take_held();
-        for id in &held {
+        let deferred = self.dispatch.take_deferred();
+        for id in &deferred {
             self.issue(*id, out);
         }
-        self.turns.give_back_held(held);
+        self.dispatch.give_back_deferred(deferred);
     }
 
     /// Takes a finished request or copy out of the range table and wakes the requests that waited for its
     /// range.
     fn leave_range(&mut self, id: SlotId, out: &mut Outputs) {
-        let ready = self.turns.leave(id);
+        let ready = self.dispatch.leave(id);
         for id in &ready {
             self.issue(*id, out);
         }
-        self.turns.give_back_ready(ready);
+        self.dispatch.give_back_ready(ready);
     }
 
     /// Returns true if `peer` was sent a request of slot `id`. Otherwise drops the peer. Answers of a replica

@@ -64,8 +64,8 @@ impl Flights {
         writes_zeroes(operation) && bytes > 0 && bytes + range.length() > ZEROING_BYTES_MAX
     }
 
-    /// Takes the completed request in `slot` out of the count. Returns true if held requests may have room
-    /// now.
+    /// Takes the completed request in `slot` out of the count. Returns true if deferred requests may have
+    /// room now.
     pub fn land(&mut self, slot: &Slot) -> bool {
         let Slot { operation, range, .. } = *slot;
         if !slot.is_in_flight {
@@ -80,7 +80,7 @@ impl Flights {
         is_awaited || writes_zeroes(operation)
     }
 
-    /// Lets the held requests try again, from the first.
+    /// Lets the deferred requests try again, from the first.
     pub fn retry(&mut self) {
         (self.reads.is_awaited, self.changes.is_awaited) = (false, false);
     }

@@ -41,6 +41,7 @@ mod clearing;
 mod clock;
 mod closed;
 mod copy;
+mod dispatch;
 mod engine;
 mod event;
 mod flight;
@@ -58,7 +59,6 @@ mod scrub_result;
 mod size;
 mod slot;
 mod space;
-mod turns;
 mod wake;
 
 pub use cause::{Blamed, Cause, FailedRequest};

@@ -102,7 +102,7 @@ impl RangeTable {
             .map(|entry| entry.slot)
     }
 
-    /// Lets those through whose turn has come; the order of the others stays.
+    /// Lets those through whose range is free; the order of the others stays.
     fn wake(&mut self, ready: &mut Vec<SlotId>) {
         let mut at = 0;
         while at < self.waiting.len() {

@@ -21,8 +21,8 @@ pub(crate) enum SlotPhase {
     Free,
     /// The request waits for an overlapping one.
     Waiting,
-    /// The request has its turn, but must not be sent now.
-    Held,
+    /// The range of the request is free, but it must not be sent now.
+    Deferred,
     /// The request was sent.
     Active,
     /// Every replica has answered, some with an error: the members are being resynced.
@@ -35,7 +35,7 @@ pub(crate) struct Slot {
     pub phase: SlotPhase,
     pub operation: Operation,
     pub range: ByteRange,
-    /// Replicas that it was sent to when its turn came.
+    /// Replicas that it was sent to when it was ready.
     pub sent: PeerMask,
     /// Replicas that have to answer before it can be completed.
     pub pending: PeerMask,
@@ -71,7 +71,7 @@ impl Slot {
         is_in_flight: false,
     };
 
-    /// Returns a slot with a request whose turn is still to come.
+    /// Returns a slot with a request that is not ready yet.
     pub fn of(request: Request) -> Slot {
         Slot { phase: SlotPhase::Waiting, operation: request.operation, range: request.range, ..Slot::FREE }
     }
@@ -276,7 +276,7 @@ mod tests {
     fn a_slot_continues_when_the_last_one_is_gone() {
         let mut slot = Slot::of(request(0, WRITE, 0));
         let (first, second) = (PeerMask::one(0), PeerMask::one(1));
-        assert!(!slot.drop_waits(first), "it waits for its turn");
+        assert!(!slot.drop_waits(first), "it is not sent yet");
         slot.ask(first.with(second), 0);
         assert!(!slot.drop_waits(PeerMask::one(2)) && !slot.drop_waits(first));
         assert_eq!(slot.pending, second);

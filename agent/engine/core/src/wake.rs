@@ -1,7 +1,7 @@
 /// Records that work may continue after an event.
 ///
-/// The core tries held requests again at the beginning of a round of work. So a wake of requests is a wake of
-/// all work.
+/// The core tries deferred requests again at the beginning of a round of work. So a wake of requests is a
+/// wake of all work.
 #[derive(Debug)]
 pub(crate) struct Wake {
     work: bool,
@@ -9,7 +9,7 @@ pub(crate) struct Wake {
 }
 
 impl Wake {
-    /// Returns the wake of a new core: work may be pending, and no request is held.
+    /// Returns the wake of a new core: work may be pending, and no request is deferred.
     pub fn new() -> Wake {
         Wake { work: true, requests: false }
     }
@@ -23,7 +23,7 @@ impl Wake {
         self.work |= may_continue;
     }
 
-    /// Records that all work may continue, held requests too.
+    /// Records that all work may continue, deferred requests too.
     pub fn all(&mut self) {
         (self.work, self.requests) = (true, true);
     }
@@ -39,7 +39,7 @@ impl Wake {
         std::mem::take(&mut self.work)
     }
 
-    /// Returns true if this round has to try the held requests again.
+    /// Returns true if this round has to try the deferred requests again.
     pub fn take_requests(&mut self) -> bool {
         std::mem::take(&mut self.requests)
     }

@@ -39,7 +39,7 @@ impl EngineCore {
         true
     }
 
-    /// Gives the slot a job, whose turn is still to come.
+    /// Gives the slot a job, which is not ready yet.
     pub(super) fn take_slot(&mut self, id: SlotId, job: Job) {
         let Some(place) = self.job(id) else { return };
         *place = job;
@@ -59,7 +59,7 @@ impl EngineCore {
         self.send(id, Operation::Flush, ByteRange::EMPTY, 0, self.membership.connected(), out);
     }
 
-    /// Continues the job when its turn has come, or when all awaited replicas have answered.
+    /// Continues the job when it is ready, or when all replicas that it was sent to have answered.
     pub(super) fn advance(&mut self, id: SlotId, out: &mut Outputs) {
         let was_sent = self.slots.at(id).phase == SlotPhase::Active;
         match self.job(id) {
@@ -81,7 +81,7 @@ impl EngineCore {
 
     fn advance_copy(&mut self, id: SlotId, out: &mut Outputs) {
         if self.is_paused() {
-            return self.hold(id);
+            return self.defer(id);
         }
         let Some(Job::Copy(copy)) = self.job(id) else { return };
         match copy.next_action() {
@@ -98,7 +98,7 @@ impl EngineCore {
         let (why, range, rotten) = (copy.why(), copy.range(), copy.rotten());
         let touched = self.size.regions().touched(range);
         if self.intent.is_clearing(touched.clone()) {
-            return self.hold(id); // the copy modifies it
+            return self.defer(id); // the copy modifies it
         }
         self.intent.touch(touched);
         let source = self.source_of(why, rotten);

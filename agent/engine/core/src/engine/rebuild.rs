@@ -90,7 +90,7 @@ impl EngineCore {
         // It repairs members that hold rot there: until that is done, a verified read of them shows the rot,
         // which has no sums any more.
         let access = if self.verify_reads { RangeAccess::Modify } else { RangeAccess::Rebuild };
-        if self.turns.enter(id, range, access) {
+        if self.dispatch.enter(id, range, access) {
             self.advance(id, out);
         }
         true

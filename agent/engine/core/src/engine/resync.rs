@@ -29,7 +29,7 @@ impl EngineCore {
 
     fn awaited_region(&self) -> Option<u32> {
         let regions = self.size.regions();
-        let requests = self.turns.held().filter(|id| self.slots.copy_index(*id).is_none());
+        let requests = self.dispatch.deferred().filter(|id| self.slots.copy_index(*id).is_none());
         let touched = requests.map(|id| regions.touched(self.slots.at(id).range));
         self.resync.awaited(touched, &self.jobs)
     }

@@ -52,14 +52,14 @@ impl EngineCore {
     fn check(&mut self, id: SlotId, range: ByteRange, repairs: bool, out: &mut Outputs) {
         let check = Check { range, checks: [None; MAX_MEMBERS], repairs, rotten: PeerMask::NONE };
         self.take_slot(id, Job::Check(check));
-        if self.turns.enter(id, range, RangeAccess::Modify) {
+        if self.dispatch.enter(id, range, RangeAccess::Modify) {
             self.advance(id, out);
         }
     }
 
     pub(super) fn send_check(&mut self, id: SlotId, out: &mut Outputs) {
         if self.is_paused() {
-            return self.hold(id);
+            return self.defer(id);
         }
         let members = self.membership.answering();
         let Some(Job::Check(check)) = self.job(id) else { return };

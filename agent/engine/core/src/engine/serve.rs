@@ -22,7 +22,7 @@ impl EngineCore {
         let id = self.slots.free_for(queue, &request);
         let Request { operation, range, .. } = request;
         if self.refuses_requests {
-            // Before anything is counted, ordered or held: so nothing can keep it waiting.
+            // Before anything is counted, ordered or deferred: so nothing can keep it waiting.
             let failure =
                 FailedRequest { slot: id, operation, range, errno: Errno::IO, cause: Cause::LostWrites };
             out.push(Output::Failed(failure));
@@ -31,19 +31,19 @@ impl EngineCore {
         }
         self.slots.open(id, request);
         let access = if operation.modifies() { RangeAccess::Modify } else { RangeAccess::Read };
-        if operation == Operation::Flush || self.turns.enter(id, range, access) {
+        if operation == Operation::Flush || self.dispatch.enter(id, range, access) {
             self.issue_request(id, out);
         }
     }
 
-    /// Sends a request whose turn has come, or holds it while it may not be sent.
+    /// Sends a request that is ready, or defers it while it may not be sent.
     pub(super) fn issue_request(&mut self, id: SlotId, out: &mut Outputs) {
         let Slot { operation, range, rotten, .. } = *self.slots.at(id);
         let waits = self.is_paused()
             || self.has_to_wait(operation, range)
             || !self.flights.take_off(self.slots.at_mut(id));
         if waits {
-            return self.hold(id);
+            return self.defer(id);
         }
         if operation == Operation::Read {
             return self.send_read(id, rotten, out);

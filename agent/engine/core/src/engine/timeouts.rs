@@ -30,7 +30,7 @@ impl EngineCore {
         let rebuilding = self.membership.rebuilding();
         for (id, copy) in self.jobs.rebuilds() {
             let slot = self.slots.at(id);
-            let is_awaited = self.turns.waiting_for(id).any(|id| self.slots.copy_index(id).is_none());
+            let is_awaited = self.dispatch.waiting_for(id).any(|id| self.slots.copy_index(id).is_none());
             if slot.phase == SlotPhase::Active && is_awaited {
                 copy.hold_up(slot.pending.and(rebuilding), step_ms);
             }
