@@ -1,13 +1,13 @@
 //! A store in one file.
 //!
-//! A write waits in `turns` until it is part of a commit. `disk` bounds the waits for the disk, `writer`
-//! decides and commits under its lock, and `file` has the tables. `ca` keeps the cluster's CA in the same
-//! file.
+//! A write waits in `group_commit` until it is part of a commit. `disk` bounds the waits for the disk.
+//! `writer` decides and commits under its lock, and `file` has the tables. `ca` keeps the cluster's CA in the
+//! same file.
 
 mod ca;
 mod disk;
 mod file;
-mod turns;
+mod group_commit;
 mod writer;
 
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ use tokio::sync::broadcast;
 use self::ca::{RedbCa, Saves};
 use self::disk::Disk;
 use self::file::StoreFile;
-use self::turns::{Answer, Turns, Write};
+use self::group_commit::{Answer, GroupCommit, Write};
 use self::writer::Writer;
 use super::cache::Cache;
 use super::{Store, StoreError};
@@ -45,7 +45,7 @@ struct Inner {
     /// Drawn when the file was made.
     cluster: String,
     cache: Cache,
-    turns: Turns,
+    group_commit: GroupCommit,
     disk: Disk<Writer>,
     saves: Saves,
 }
@@ -69,7 +69,7 @@ impl RedbStore {
         let inner = Inner {
             cluster,
             cache: Cache::new(state),
-            turns: Turns::new(path.clone()),
+            group_commit: GroupCommit::new(path.clone()),
             disk: Disk::new(limit, Writer::new(file, revision, unreadable)),
             saves: Saves::default(),
             path,
@@ -146,7 +146,7 @@ impl Store for RedbStore {
 impl Inner {
     /// Returns once the write is durable, or refused.
     fn write(&self, write: Write) -> Answer {
-        self.turns.write(write, |batch| self.disk.access().commit(&self.cache, batch))
+        self.group_commit.write(write, |batch| self.disk.access().commit(&self.cache, batch))
     }
 
     /// The error of a write that has not ended. It may still succeed, and memory has its result then.

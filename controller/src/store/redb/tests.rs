@@ -26,16 +26,16 @@ fn node(name: &str) -> Object {
 
 /// Puts these writes into the queue, in this order, while another caller commits.
 fn at_once(store: &RedbStore, writes: Vec<Write>) -> Vec<Answer> {
-    let held = store.inner.turns.hold();
+    let guard = store.inner.group_commit.hold();
     let mut threads = Vec::new();
     for (before, write) in writes.into_iter().enumerate() {
         let inner = Arc::clone(&store.inner);
         threads.push(std::thread::spawn(move || inner.write(write)));
-        while store.inner.turns.waiting() == before {
+        while store.inner.group_commit.waiting() == before {
             std::thread::yield_now();
         }
     }
-    drop(held);
+    drop(guard);
     threads.into_iter().map(|thread| thread.join().unwrap()).collect()
 }
 
@@ -73,7 +73,7 @@ fn of_two_writes_from_one_version_the_first_counts() {
     assert!(is_stored().is_ok() && is_stored().is_ok());
     assert!(matches!(is_stored(), Err(StoreError::Conflict { expected: 0, found: 1, .. })));
     assert!(is_stored().is_ok());
-    // A name that is free again by the time of its turn.
+    // A name that is free again by the time of its commit.
     let answers = at_once(&store, vec![Write::Remove(key.clone(), 1), Write::Put(node("a"))]);
     assert!(answers.iter().all(Result::is_ok), "{answers:?}");
     assert_eq!(store.state().version(&key), 5);

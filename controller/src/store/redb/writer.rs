@@ -7,7 +7,7 @@ use serde_json::Value;
 use shorthorn_controller_core::objects::{Key, Object};
 
 use super::file::{StoreFile, name};
-use super::turns::{Answer, Write};
+use super::group_commit::{Answer, Write};
 use crate::store::cache::Cache;
 use crate::store::{StoreError, unknown_fields};
 

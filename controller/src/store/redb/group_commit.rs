@@ -58,7 +58,7 @@ struct Queue {
 
 /// The callers that wait, one of which commits at a time.
 #[derive(Debug)]
-pub(super) struct Turns {
+pub(super) struct GroupCommit {
     /// The file, for errors.
     path: PathBuf,
     queue: Mutex<Queue>,
@@ -66,9 +66,9 @@ pub(super) struct Turns {
     committed: Condvar,
 }
 
-impl Turns {
-    pub(super) fn new(path: PathBuf) -> Turns {
-        Turns { path, queue: Mutex::default(), committed: Condvar::new() }
+impl GroupCommit {
+    pub(super) fn new(path: PathBuf) -> GroupCommit {
+        GroupCommit { path, queue: Mutex::default(), committed: Condvar::new() }
     }
 
     /// Returns once the write is durable, or refused. `commit` commits some writes, and returns their answers
@@ -89,20 +89,20 @@ impl Turns {
             let batch = next_batch(&mut queue.waiting);
             drop(queue);
             let (writes, answers) = batch.into_iter().map(|waiting| (waiting.write, waiting.answer)).unzip();
-            let turn = Turn { turns: self, answers };
-            for (slot, answer) in turn.answers.iter().zip(commit(writes)) {
+            let commit_guard = CommitGuard { group: self, answers };
+            for (slot, answer) in commit_guard.answers.iter().zip(commit(writes)) {
                 *lock(slot) = Some(answer);
             }
-            drop(turn);
+            drop(commit_guard);
             queue = lock(&self.queue);
         }
     }
 
-    /// Lets writes wait until the turn ends.
+    /// Lets writes wait until the guard is dropped.
     #[cfg(test)]
-    pub(super) fn hold(&self) -> Turn<'_> {
+    pub(super) fn hold(&self) -> CommitGuard<'_> {
         lock(&self.queue).is_committing = true;
-        Turn { turns: self, answers: Vec::new() }
+        CommitGuard { group: self, answers: Vec::new() }
     }
 
     /// Returns the number of writes whose commit has not begun.
@@ -112,22 +112,22 @@ impl Turns {
     }
 }
 
-/// The turn of a caller that commits. Its end wakes all others, also after a panic.
-pub(super) struct Turn<'a> {
-    turns: &'a Turns,
+/// Held by the caller that commits. Its end wakes all others, also after a panic.
+pub(super) struct CommitGuard<'a> {
+    group: &'a GroupCommit,
     answers: Vec<Slot>,
 }
 
-impl Drop for Turn<'_> {
+impl Drop for CommitGuard<'_> {
     fn drop(&mut self) {
         for answer in &self.answers {
             lock(answer).get_or_insert_with(|| {
                 let message = "the commit of this write was cut off".to_owned();
-                Err(StoreError::Write { path: self.turns.path.clone(), message })
+                Err(StoreError::Write { path: self.group.path.clone(), message })
             });
         }
-        lock(&self.turns.queue).is_committing = false;
-        self.turns.committed.notify_all();
+        lock(&self.group.queue).is_committing = false;
+        self.group.committed.notify_all();
     }
 }
 
@@ -163,23 +163,23 @@ mod tests {
         writes: Vec<Write>,
         commit: impl Fn(Vec<Write>) -> Vec<Answer> + Sync,
     ) -> (Vec<Answer>, Vec<usize>) {
-        let turns = Turns::new("store".into());
+        let group = GroupCommit::new("store".into());
         let sizes = Mutex::new(Vec::new());
         let counted = |batch: Vec<Write>| {
             lock(&sizes).push(batch.len());
             commit(batch)
         };
         let answers = std::thread::scope(|scope| {
-            let held = turns.hold();
+            let guard = group.hold();
             let mut threads = Vec::new();
-            let (turns, counted) = (&turns, &counted);
+            let (group, counted) = (&group, &counted);
             for (before, write) in writes.into_iter().enumerate() {
-                threads.push(scope.spawn(move || turns.write(write, counted)));
-                while turns.waiting() == before {
+                threads.push(scope.spawn(move || group.write(write, counted)));
+                while group.waiting() == before {
                     std::thread::yield_now();
                 }
             }
-            drop(held);
+            drop(guard);
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         (answers, sizes.into_inner().unwrap())
@@ -215,9 +215,9 @@ mod tests {
 
     #[test]
     fn the_next_caller_commits_after_a_panic() {
-        let turns = Turns::new("store".into());
-        let panicked = catch_unwind(AssertUnwindSafe(|| turns.write(remove("a"), |_| panic!("on purpose"))));
+        let group = GroupCommit::new("store".into());
+        let panicked = catch_unwind(AssertUnwindSafe(|| group.write(remove("a"), |_| panic!("on purpose"))));
         assert!(panicked.is_err());
-        assert!(turns.write(remove("a"), |batch| batch.iter().map(|_| Ok(None)).collect()).is_ok());
+        assert!(group.write(remove("a"), |batch| batch.iter().map(|_| Ok(None)).collect()).is_ok());
     }
 }
