@@ -227,7 +227,7 @@ impl AbsentReplicas {
 
     /// Lets the next flush cover the copied regions of `rebuilding`, except those that are being modified.
     /// Returns true if some regions can be cleared from the members' out-of-sync sets after it.
-    pub fn turn<I: Iterator<Item = Range<u32>>>(
+    pub fn start_cycle<I: Iterator<Item = Range<u32>>>(
         &mut self,
         rebuilding: PeerMask,
         modified: impl Fn() -> I,
@@ -346,22 +346,22 @@ mod tests {
         absent.copied(1, rebuilding);
         absent.copied(4, rebuilding);
         assert!(absent.is_up_to_date(PEER) && !absent.any_misses(rebuilding));
-        assert!(absent.turn(rebuilding, || std::iter::once(4..5)));
+        assert!(absent.start_cycle(rebuilding, || std::iter::once(4..5)));
         absent.count(PEER, &set(&[]), 4);
         let mut intent = WriteIntent::new(REGIONS);
         assert_eq!(absent.clear_some(PEER, &mut intent), [], "the copies do not count after a loss");
     }
 
     #[test]
-    fn copied_regions_are_cleared_unless_they_were_modified_at_the_turn_or_since() {
+    fn copied_regions_are_cleared_unless_they_were_modified_at_the_start_or_since() {
         let (mut absent, rebuilding) = (counted(&[1, 2, 4]), PeerMask::one(PEER));
         [1, 2, 4].into_iter().for_each(|region| absent.copied(region, rebuilding));
-        assert!(absent.turn(rebuilding, || std::iter::once(4..5)));
+        assert!(absent.start_cycle(rebuilding, || std::iter::once(4..5)));
         let mut intent = WriteIntent::new(REGIONS);
         absent.miss(&(2..3));
         assert_eq!(absent.clear_some(PEER, &mut intent), [(1, 1)]);
         absent.cleared(PEER, &mut intent);
-        assert!(absent.turn(rebuilding, std::iter::empty));
+        assert!(absent.start_cycle(rebuilding, std::iter::empty));
         assert_eq!(absent.clear_some(PEER, &mut intent), [(4, 1)], "1 is cleared, and 2 missed again");
     }
 

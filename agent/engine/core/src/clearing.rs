@@ -1,7 +1,7 @@
 //! Clears regions from the durable sets after every member has flushed. Write intent is cleared when a region
 //! was not written for a while. Out-of-sync regions are cleared once they are copied to their replica. Before
 //! its end the engine runs a final clearing: it clears all that it can once, without waiting for regions to
-//! cool.
+//! become cold.
 //!
 //! Between the flush and the clearing every member stores three stamps: see [`shorthorn_types::is_current`].
 //! If a disk is restored to a state before the flush, the engine sees that by the stamp. The intent sets do
@@ -9,16 +9,16 @@
 
 use crate::membership::{PeerIndex, PeerMask};
 
-/// While at most [`CoreConfig::intent_keep_bytes`](crate::CoreConfig) are dirty, turns are rarer by this
+/// While at most [`CoreConfig::intent_keep_bytes`](crate::CoreConfig) are dirty, cycles are rarer by this
 /// factor. A region that is written from time to time thus stays dirty, and is not marked for each write.
 const CALM_INTERVALS: u64 = 12;
 
 /// The number of new stamps after a flush. The first may equal the last one of an earlier engine, which some
 /// members have stored and this engine does not know. A member that is restored to a state before the flush
 /// is two behind even so. The same holds if only members that lack the last stamp are left.
-const STAMPS_PER_TURN: u32 = 3;
+const STAMPS_PER_CYCLE: u32 = 3;
 
-/// The turn that is under way, and its steps: a flush, the stamps, and one mark after another that clears
+/// The cycle that is under way, and its steps: a flush, the stamps, and one mark after another that clears
 /// regions.
 ///
 /// The step of marks follows only on a durable flush and on stamps that all members have stored. A member
@@ -28,10 +28,10 @@ const STAMPS_PER_TURN: u32 = 3;
 pub(crate) struct Clearing {
     phase: ClearingPhase,
     final_clearing: FinalClearing,
-    /// The interval in milliseconds; none: regions are cleared only by the final turn.
+    /// The interval in milliseconds; none: regions are cleared only by the final cycle.
     interval_ms: Option<u64>,
     keep_bytes: u64,
-    turned_at_ms: u64,
+    started_at_ms: u64,
     /// Replicas that were sent the flush and have not failed since.
     flushed: PeerMask,
     /// The set that the outstanding mark clears.
@@ -52,11 +52,11 @@ enum ClearingPhase {
     Marking,
 }
 
-/// The state of the turn that clears all that it can.
+/// The state of the cycle that clears all that it can.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FinalClearing {
     No,
-    /// The turn begins when the current one has ended.
+    /// The cycle begins when the current one has ended.
     Wanted,
     UnderWay,
 }
@@ -77,12 +77,12 @@ pub(crate) enum StampStep {
     Nothing,
     /// The newest stamp has to be sent to all that are connected.
     Send,
-    /// All of them have stored the last one of the turn: the marks follow.
+    /// All of them have stored the last one of the cycle: the marks follow.
     AllStored,
 }
 
 impl Clearing {
-    /// Starts with a turn that has nothing to clear. All members store the newest stamp at once, so that a
+    /// Starts with a cycle that has nothing to clear. All members store the newest stamp at once, so that a
     /// member that has lost its own stamp has one again.
     pub fn new(interval_ms: Option<u64>, keep_bytes: u64, stamp: u32) -> Clearing {
         Clearing {
@@ -90,7 +90,7 @@ impl Clearing {
             final_clearing: FinalClearing::No,
             interval_ms,
             keep_bytes,
-            turned_at_ms: 0,
+            started_at_ms: 0,
             flushed: PeerMask::NONE,
             of: ClearedSet::Intent,
             stamp,
@@ -103,7 +103,7 @@ impl Clearing {
         self.stamp
     }
 
-    /// Returns a stamp that no replica is current with before the end of the next turn.
+    /// Returns a stamp that no replica is current with before the end of the next cycle.
     pub fn unreached_stamp(&self) -> u32 {
         self.stamp.saturating_add(2)
     }
@@ -113,28 +113,28 @@ impl Clearing {
         self.interval_ms.is_some()
     }
 
-    /// Requests a turn that clears all that it can, as soon as possible.
+    /// Requests a cycle that clears all that it can, as soon as possible.
     pub fn want_final(&mut self) {
         self.final_clearing = FinalClearing::Wanted;
     }
 
-    /// Returns true if the last turn has succeeded.
+    /// Returns true if the last cycle has succeeded.
     pub fn is_resting(&self) -> bool {
         self.phase == ClearingPhase::Resting
     }
 
-    /// Returns true if a turn is wanted, or if it is time for one.
+    /// Returns true if a cycle is wanted, or if it is time for one.
     pub fn is_due(&self, now_ms: u64, dirty_bytes: u64, is_rebuilding: bool) -> bool {
-        // The progress of a rebuilding replica is recorded with a turn too.
+        // The progress of a rebuilding replica is recorded with a cycle too.
         let is_calm = dirty_bytes <= self.keep_bytes && !is_rebuilding;
         let intervals = if is_calm { CALM_INTERVALS } else { 1 };
-        let is_over = |interval_ms: u64| now_ms >= self.turned_at_ms + interval_ms * intervals;
+        let is_over = |interval_ms: u64| now_ms >= self.started_at_ms + interval_ms * intervals;
         self.final_clearing == FinalClearing::Wanted || self.interval_ms.is_some_and(is_over)
     }
 
-    /// Starts a turn. Returns true if it has to clear all that it can.
-    pub fn start_turn(&mut self, now_ms: u64) -> bool {
-        self.turned_at_ms = now_ms;
+    /// Starts a cycle. Returns true if it has to clear all that it can.
+    pub fn start_cycle(&mut self, now_ms: u64) -> bool {
+        self.started_at_ms = now_ms;
         let is_final = self.final_clearing == FinalClearing::Wanted;
         if is_final {
             self.final_clearing = FinalClearing::UnderWay;
@@ -142,7 +142,7 @@ impl Clearing {
         is_final
     }
 
-    /// Continues a turn that is worth it with a flush.
+    /// Continues a cycle that is worth it with a flush.
     pub fn want_flush(&mut self) {
         self.phase = ClearingPhase::WantsFlush;
     }
@@ -159,7 +159,7 @@ impl Clearing {
     /// Continues after every replica has answered the flush.
     pub fn flush_answered(&mut self, is_durable: bool) {
         self.phase =
-            if is_durable { ClearingPhase::Stamping(STAMPS_PER_TURN) } else { ClearingPhase::Resting };
+            if is_durable { ClearingPhase::Stamping(STAMPS_PER_CYCLE) } else { ClearingPhase::Resting };
     }
 
     /// Returns the replicas that were sent the flush and have not failed since.
@@ -201,12 +201,12 @@ impl Clearing {
         (self.phase == ClearingPhase::Marking).then(|| std::mem::replace(&mut self.of, ClearedSet::Intent))
     }
 
-    /// Ends the turn.
+    /// Ends the cycle.
     pub fn rest(&mut self) {
         self.phase = ClearingPhase::Resting;
     }
 
-    /// Returns true once, at the end of a turn that clears all that it can, or at its failure.
+    /// Returns true once, at the end of a cycle that clears all that it can, or at its failure.
     pub fn take_final_end(&mut self) -> bool {
         let is_over = self.final_clearing == FinalClearing::UnderWay && self.is_resting();
         if is_over {
@@ -215,7 +215,7 @@ impl Clearing {
         is_over
     }
 
-    /// Handles the failure of `peer`: a flush that it answers after it has come back belongs to a later turn.
+    /// Handles the failure of `peer`. A flush that it answers after its return belongs to a later cycle.
     /// If `peer` is a member, the engine sends no new stamp before all members have stored the newest one.
     /// Returns true if the outstanding mark is a stamp, which has to be abandoned.
     pub fn forget(&mut self, peer: PeerIndex, is_member: bool) -> bool {
@@ -304,9 +304,9 @@ mod tests {
     }
 
     #[test]
-    fn turns_are_rarer_while_little_is_dirty() {
+    fn cycles_are_rarer_while_little_is_dirty() {
         let mut clearing = level();
-        assert!(!clearing.start_turn(500));
+        assert!(!clearing.start_cycle(500));
         assert!(!clearing.is_due(1499, 8192, false) && clearing.is_due(1500, 8192, false));
         assert!(!clearing.is_due(12_499, 4096, false) && clearing.is_due(12_500, 4096, false));
         assert!(clearing.is_due(1500, 0, true), "a rebuild makes progress that is to be recorded");
@@ -315,12 +315,12 @@ mod tests {
     }
 
     #[test]
-    fn the_final_turn_is_due_at_once_and_ends_once() {
+    fn the_final_cycle_is_due_at_once_and_ends_once() {
         let mut clearing = Clearing::new(None, 0, 0);
         clearing.rest();
         clearing.want_final();
         assert!(clearing.is_due(0, 0, false) && !clearing.take_final_end());
-        assert!(clearing.start_turn(0));
+        assert!(clearing.start_cycle(0));
         flush(&mut clearing);
         assert!(!clearing.take_final_end() && !clearing.is_due(0, 0, false));
         clearing.flush_answered(false);

@@ -222,7 +222,7 @@ impl EngineCore {
         self.report_resynced(out);
         self.stamp_next(out);
         self.clear_next(out);
-        self.turn_intent();
+        self.start_clearing_cycle();
         self.report_cleared_all(out);
         self.finish_rebuild(out);
         if !self.is_paused() {
@@ -378,7 +378,7 @@ impl EngineCore {
         if let Some(scrub) = &mut self.scrub {
             scrub.refill(self.clock.now_ms());
         }
-        self.turn_intent();
+        self.start_clearing_cycle();
         // A member without space may leave as soon as the others are prompt.
         self.wake.work_if(self.space.is_awaited());
         self.wake.work_if(
@@ -408,7 +408,7 @@ impl EngineCore {
 
     /// Records that `peer` receives a full copy: it becomes a member only after [`Event::CopyEnded`]. The
     /// state before the copy may have the newest stamp. `peer` therefore counts as current only after the
-    /// stamps of the next turn.
+    /// stamps of the next cycle.
     pub fn start_full_copy(&mut self, peer: PeerIndex) {
         self.rebuilds.start_copy(peer);
         self.absent.stamped(PeerMask::one(peer), self.clearing.unreached_stamp());

@@ -4,18 +4,18 @@ use shorthorn_types::{RegionSet, Regions};
 
 /// Regions in which the members may differ after a crash, and the ones of them that can be cleared.
 ///
-/// A region is *hot* from the moment a modification of it is sent. Turns follow one another, at least an
-/// interval apart. With a turn, hot regions become *warm*. Warm regions that did not become hot again become
-/// *cool*: they were not touched for a whole interval. A flush that is sent after the turn covers every
-/// modification of a cool region that was answered before. Regions with modifications in flight at the turn
-/// are left out. When the flush is answered, the cool regions that did not become hot since the turn can be
+/// A region is *hot* from the moment a modification of it is sent. Clearing cycles follow one another, at
+/// least an interval apart. When a cycle starts, hot regions become *warm*. Warm regions that did not become
+/// hot again become *cold*: they were not touched for a whole interval. The flush of the cycle covers every
+/// modification of a cold region that was answered before. Regions with modifications in flight at the start
+/// are left out. When the flush is answered, the cold regions that did not become hot since the start can be
 /// *cleared*.
 #[derive(Debug)]
 pub(crate) struct WriteIntent {
     hot: RegionSet,
     warm: RegionSet,
-    cool: RegionSet,
-    /// The cool ones that the flush covers and that are not cleared yet.
+    cold: RegionSet,
+    /// The cold ones that the flush covers and that are not cleared yet.
     covered: RegionSet,
     /// Regions that the members are clearing. No modification of them may be sent.
     clearing: RegionSet,
@@ -24,13 +24,13 @@ pub(crate) struct WriteIntent {
 impl WriteIntent {
     pub fn new(regions: u32) -> WriteIntent {
         let empty = || RegionSet::empty(regions);
-        WriteIntent { hot: empty(), warm: empty(), cool: empty(), covered: empty(), clearing: empty() }
+        WriteIntent { hot: empty(), warm: empty(), cold: empty(), covered: empty(), clearing: empty() }
     }
 
     /// Grows the set while no region is being cleared. If regions become larger, the regions that could be
     /// cleared are not known any more.
     pub fn grow(&mut self, from: Regions, to: Regions) {
-        for set in [&mut self.hot, &mut self.warm, &mut self.cool, &mut self.covered, &mut self.clearing] {
+        for set in [&mut self.hot, &mut self.warm, &mut self.cold, &mut self.covered, &mut self.clearing] {
             *set = set.converted(from, to);
         }
         if from.region_bytes() != to.region_bytes() {
@@ -56,39 +56,39 @@ impl WriteIntent {
 
     /// Adds all regions in which the members may differ to `all`.
     pub fn add_dirty_to(&self, all: &mut RegionSet) {
-        for set in [&self.hot, &self.warm, &self.cool, &self.clearing] {
+        for set in [&self.hot, &self.warm, &self.cold, &self.clearing] {
             if !set.is_empty() {
                 all.insert_all(set);
             }
         }
     }
 
-    /// Returns the maximum number of regions that stay dirty until a turn.
+    /// Returns the maximum number of regions that stay dirty until a cycle.
     pub fn kept(&self) -> u32 {
         self.hot.len() + self.warm.len()
     }
 
-    /// Returns true if some region is modified again and again, so that it does not become cool.
+    /// Returns true if some region is modified again and again, so that it does not become cold.
     pub fn is_in_use(&self) -> bool {
         self.warm.intersects(&self.hot)
     }
 
-    /// Makes all regions clearable after the next turn and its flush, without waiting for them to cool.
-    pub fn cool_down(&mut self) {
+    /// Makes all regions clearable after the next cycle and its flush, without waiting until they are cold.
+    pub fn age_all(&mut self) {
         self.warm.insert_all(&self.hot);
         self.hot.clear();
     }
 
-    /// Starts the next turn while no region is being cleared. `in_flight` has the regions of modifications
+    /// Starts the next cycle while no region is being cleared. `in_flight` has the regions of modifications
     /// that were sent and not yet answered by every replica. Returns true if some regions can be cleared
     /// after a flush.
-    pub fn turn(&mut self, in_flight: impl Iterator<Item = Range<u32>>) -> bool {
-        self.cool.insert_all(&self.warm);
-        self.cool.remove_all(&self.hot);
+    pub fn start_cycle(&mut self, in_flight: impl Iterator<Item = Range<u32>>) -> bool {
+        self.cold.insert_all(&self.warm);
+        self.cold.remove_all(&self.hot);
         std::mem::swap(&mut self.warm, &mut self.hot);
         self.hot.clear();
         self.covered.clear();
-        self.covered.insert_all(&self.cool);
+        self.covered.insert_all(&self.cold);
         for regions in in_flight {
             self.covered.remove_run(regions);
         }
@@ -124,7 +124,7 @@ impl WriteIntent {
 
     /// Ends a clearing of the intent by the members.
     pub fn cleared(&mut self) {
-        self.cool.remove_all(&self.clearing);
+        self.cold.remove_all(&self.clearing);
         self.clearing.clear();
     }
 
@@ -166,8 +166,8 @@ mod tests {
     enum Deed {
         Send(u32),
         Complete(prop::sample::Index),
-        Turn,
-        CoolDown,
+        StartCycle,
+        AgeAll,
         FlushAnswered,
         Clear,
         Cleared,
@@ -177,8 +177,8 @@ mod tests {
         prop_oneof![
             4 => (0..REGIONS).prop_map(Deed::Send),
             4 => any::<prop::sample::Index>().prop_map(Deed::Complete),
-            1 => Just(Deed::Turn),
-            1 => Just(Deed::CoolDown),
+            1 => Just(Deed::StartCycle),
+            1 => Just(Deed::AgeAll),
             2 => Just(Deed::FlushAnswered),
             2 => Just(Deed::Clear),
             2 => Just(Deed::Cleared),
@@ -210,13 +210,14 @@ mod tests {
                             covered.remove(&region);
                         }
                     }
-                    Deed::Turn | Deed::CoolDown
+                    Deed::StartCycle | Deed::AgeAll
                         if covered_by_flush.is_none() && !may_clear && !is_clearing =>
                     {
-                        if matches!(deed, Deed::CoolDown) {
-                            intent.cool_down();
+                        if matches!(deed, Deed::AgeAll) {
+                            intent.age_all();
                         }
-                        let is_flushed = intent.turn(in_flight.iter().map(|region| *region..region + 1));
+                        let in_flight = in_flight.iter().map(|region| *region..region + 1);
+                        let is_flushed = intent.start_cycle(in_flight);
                         covered_by_flush = is_flushed.then(|| unflushed.clone());
                     }
                     Deed::FlushAnswered => {
@@ -249,29 +250,29 @@ mod tests {
     }
 
     #[test]
-    fn cooled_regions_are_cleared_after_one_turn() {
+    fn aged_regions_are_cleared_after_one_cycle() {
         let mut intent = WriteIntent::new(REGIONS);
         intent.touch(1..3);
         intent.touch(5..6);
-        intent.cool_down();
-        assert!(intent.turn(std::iter::once(5..6)));
+        intent.age_all();
+        assert!(intent.start_cycle(std::iter::once(5..6)));
         intent.touch(2..3);
         assert_eq!(intent.clear_some(9), [(1, 1)], "2 was touched since, 5 is in flight");
     }
 
     #[test]
-    fn untouched_regions_are_cleared_after_two_turns() {
+    fn untouched_regions_are_cleared_after_two_cycles() {
         let mut intent = WriteIntent::new(REGIONS);
         intent.touch(1..3);
         intent.touch(5..6);
-        assert!(!intent.turn(std::iter::empty()));
+        assert!(!intent.start_cycle(std::iter::empty()));
         intent.touch(2..3);
-        assert!(intent.turn(std::iter::once(5..6)));
+        assert!(intent.start_cycle(std::iter::once(5..6)));
         assert_eq!(intent.clear_some(9), [(1, 1)], "2 was touched, 5 is in flight");
         assert!(intent.is_clearing(0..8));
         intent.cleared();
         assert!(!intent.is_clearing(0..8));
-        assert!(intent.turn(std::iter::empty()));
+        assert!(intent.start_cycle(std::iter::empty()));
         assert_eq!(intent.clear_some(9), [(2, 1), (5, 1)]);
     }
 }

@@ -1,4 +1,4 @@
-//! Runs the turns that clear regions: see [`crate::clearing`].
+//! Runs the clearing cycles: see [`crate::clearing`].
 
 use shorthorn_types::{MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionsOf};
 
@@ -16,8 +16,8 @@ impl EngineCore {
         self.wake.work();
     }
 
-    /// Takes a turn when it is time and the last one has led to its end.
-    pub(super) fn turn_intent(&mut self) {
+    /// Starts a cycle when it is time and the last one has ended.
+    pub(super) fn start_clearing_cycle(&mut self) {
         if !self.clearing.is_resting() || self.is_paused() {
             return;
         }
@@ -29,15 +29,15 @@ impl EngineCore {
         if !copies_wait && !self.clearing.is_due(now_ms, dirty_bytes, !rebuilding.is_empty()) {
             return;
         }
-        if self.clearing.start_turn(now_ms) {
-            self.intent.cool_down();
+        if self.clearing.start_cycle(now_ms) {
+            self.intent.age_all();
             self.wake.work();
         }
         let in_flight = self.slots.modified(regions).chain(self.jobs.touched(regions));
         // The engine sends stamps even if it can clear nothing.
         let is_in_use = self.intent.is_in_use();
-        let may_clear_intent = self.intent.turn(in_flight);
-        let may_clear_copied = self.absent.turn(rebuilding, || self.slots.modified(regions));
+        let may_clear_intent = self.intent.start_cycle(in_flight);
+        let may_clear_copied = self.absent.start_cycle(rebuilding, || self.slots.modified(regions));
         if may_clear_intent || may_clear_copied || is_in_use || copies_wait {
             self.clearing.want_flush();
             self.wake.work();
@@ -111,7 +111,7 @@ impl EngineCore {
         (self.intent.clear_some_within(&alike, RUNS_PER_MARK_MAX), members.with(sound))
     }
 
-    /// Reports the end of the turn that clears all it can, or its failure.
+    /// Reports the end of the cycle that clears all it can, or its failure.
     pub(super) fn report_cleared_all(&mut self, out: &mut Outputs) {
         if self.clearing.take_final_end() {
             out.push(Output::ClearedAll);
@@ -120,7 +120,7 @@ impl EngineCore {
 
     fn send_clear(&mut self, of: RegionsOf, runs: Vec<(u32, u32)>, to: PeerMask, out: &mut Outputs) {
         if to.is_empty() {
-            // All that were flushed have left: there will be another turn.
+            // All that were flushed have left: another cycle follows.
             self.intent.keep();
             self.clearing.rest();
             self.wake.all();

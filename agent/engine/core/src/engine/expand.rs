@@ -5,7 +5,7 @@
 //! Sets that count in regions follow. A large volume has larger regions. While regions become larger, no
 //! operation that names one may be under way. Copies of regions and marks end first, new ones wait, and
 //! requests continue. Afterwards the sets to copy and of possible differences are not smaller than before.
-//! Regions that were about to be cleared are forgotten, because another turn follows. Regions to resync stay
+//! Regions that were about to be cleared are forgotten, because another cycle follows. Regions to resync stay
 //! unchanged until they are equal. Requests are admitted to a region once it is equal, and it must not become
 //! unequal again.
 

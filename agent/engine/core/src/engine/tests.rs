@@ -243,12 +243,12 @@ fn a_write_is_done_when_every_member_has_it() {
 #[test]
 fn reads_are_sent_to_one_member_in_turn() {
     let mut bench = Bench::new(3);
-    let mut turns = Vec::new();
+    let mut readers = Vec::new();
     for slot in 0..6 {
         let out = bench.submit(slot, Operation::Read, 0);
-        turns.extend(sent_to(&out, slot));
+        readers.extend(sent_to(&out, slot));
     }
-    assert_eq!(turns, [0, 1, 2, 0, 1, 2]);
+    assert_eq!(readers, [0, 1, 2, 0, 1, 2]);
 }
 
 #[test]

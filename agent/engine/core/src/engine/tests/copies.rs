@@ -187,8 +187,8 @@ fn a_single_member_needs_no_resync() {
     assert_eq!(bench.core.copy_progress().dirty_bytes, 4 << 16, "another crash would not make it clean");
 }
 
-/// Makes a write to region 0 that is done, and passes the time that makes it cool: the flush has been sent.
-pub(super) fn cooled() -> Bench {
+/// Completes a write to region 0, and passes the time after which the region is cold. The flush was sent.
+pub(super) fn with_cold_region() -> Bench {
     let mut bench = Bench::new(2);
     let out = bench.submit(0, WRITE, 0);
     bench.answer(out, &[]);
@@ -203,7 +203,7 @@ pub(super) fn cooled() -> Bench {
 
 #[test]
 fn intent_is_cleared_after_a_flush_and_writes_wait_meanwhile() {
-    let mut bench = cooled();
+    let mut bench = with_cold_region();
     bench.reply(0, COPY, Ok(()));
     let out = bench.reply(1, COPY, Ok(()));
     let cleared = marks(&out);
@@ -235,7 +235,7 @@ fn store(bench: &mut Bench, peer: PeerIndex, mark: u32) -> Outputs {
 
 #[test]
 fn three_stamps_come_between_the_flush_and_the_clearing() {
-    let mut bench = cooled();
+    let mut bench = with_cold_region();
     bench.stores_stamps = false;
     bench.reply(0, COPY, Ok(()));
     assert_eq!(stamps(&bench.reply(1, COPY, Ok(()))), [(0, 1), (1, 1)]);
@@ -265,9 +265,9 @@ fn the_first_that_members_store_is_the_newest_stamp() {
     assert_eq!(bench.core.stamp(), 6);
 }
 
-/// Needs the next turn, because the contents before the copy may have the newest stamp too.
+/// Needs the next cycle, because the contents before the copy may have the newest stamp too.
 #[test]
-fn a_copy_counts_as_current_after_the_next_turn() {
+fn a_copy_counts_as_current_after_the_next_cycle() {
     let mut bench = Bench::with(&config(3, 2));
     bench.core.start_full_copy(2);
     let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[1])) });
@@ -280,7 +280,7 @@ fn a_copy_counts_as_current_after_the_next_turn() {
 
 #[test]
 fn no_stamp_follows_one_that_a_member_may_not_have() {
-    let mut bench = cooled();
+    let mut bench = with_cold_region();
     bench.stores_stamps = false;
     bench.reply(0, COPY, Ok(()));
     bench.reply(1, COPY, Ok(()));
@@ -288,7 +288,7 @@ fn no_stamp_follows_one_that_a_member_may_not_have() {
     assert_eq!(marks(&bench.lose(1)), []);
     assert_eq!(bench.core.stamp_of(1), Some(1), "it may have that one, and has the one before");
     bench.view_stored(0, 2);
-    assert_eq!(marks(&bench.granted(2)), [], "the turn is over");
+    assert_eq!(marks(&bench.granted(2)), [], "the cycle is over");
     pong(&mut bench, 0);
     let out = bench.apply(Event::ClearAll);
     assert_eq!(sent(&out, COPY), [(0, Operation::Flush)]);
@@ -313,14 +313,14 @@ fn a_rebuilding_replica_that_returns_without_its_stamps_lacks_more() {
 #[test]
 fn stamps_continue_while_the_same_region_is_written_repeatedly() {
     let mut bench = Bench::new(2);
-    for turn in 1..6 {
+    for interval in 1..6 {
         let out = bench.submit(0, WRITE, 0);
         bench.answer(out, &[]);
-        let out = bench.tick(turn * INTERVAL_MS);
+        let out = bench.tick(interval * INTERVAL_MS);
         bench.answer(out, &[]);
         assert_eq!(
             u64::from(bench.core.stamp()),
-            3 * (turn - 1),
+            3 * (interval - 1),
             "a region that is written once stays as it is"
         );
     }
@@ -329,7 +329,7 @@ fn stamps_continue_while_the_same_region_is_written_repeatedly() {
 
 #[test]
 fn writes_after_the_flush_was_sent_stay_dirty() {
-    let mut bench = cooled();
+    let mut bench = with_cold_region();
     let out = bench.submit(0, WRITE, 1);
     bench.reply(0, COPY, Ok(()));
     let flushed = bench.reply(1, COPY, Ok(()));
@@ -527,14 +527,14 @@ fn regions_within_the_limit_to_keep_are_cleared_later() {
     };
     write(&mut bench, 0);
     write(&mut bench, 1);
-    // Turns at twelve intervals and twenty-four, the second of which has regions that were left alone since.
+    // Cycles start at twelve intervals and twenty-four. The second one has regions without writes since.
     let is_flush = |out: &[Output]| !sent(out, COPY).is_empty();
-    let flushed = (1..=24).filter(|turn| is_flush(&bench.tick(*turn))).collect::<Vec<_>>();
+    let flushed = (1..=24).filter(|now_ms| is_flush(&bench.tick(*now_ms))).collect::<Vec<_>>();
     assert_eq!(flushed, [24]);
 
     let mut bench = Bench::with(&config);
     (0..3).for_each(|region| write(&mut bench, region));
-    let flushed = (1..=2).filter(|turn| is_flush(&bench.tick(*turn))).collect::<Vec<_>>();
+    let flushed = (1..=2).filter(|now_ms| is_flush(&bench.tick(*now_ms))).collect::<Vec<_>>();
     assert_eq!(flushed, [2], "three regions are more than may be kept");
 }
 

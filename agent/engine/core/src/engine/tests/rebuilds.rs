@@ -371,8 +371,8 @@ fn a_region_that_is_being_copied_stays_dirty() {
     let mut bench = Bench::with(&config);
     let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[3])) });
     assert_eq!(sent_to(&out, COPY), [READER]);
-    for turn in 1..5 {
-        let out = bench.tick(turn * INTERVAL_MS / 2);
+    for half in 1..5 {
+        let out = bench.tick(half * INTERVAL_MS / 2);
         assert_eq!(sent_to(&bench.answer(out, &[]), COPY + 1), [], "no write needs a flush");
     }
 }

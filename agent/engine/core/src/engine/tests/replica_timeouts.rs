@@ -294,7 +294,7 @@ fn a_view_that_is_not_stored_makes_late() {
 
 #[test]
 fn a_mark_that_is_not_answered_makes_late() {
-    let mut bench = super::copies::cooled();
+    let mut bench = super::copies::with_cold_region();
     bench.reply(0, COPY, Ok(()));
     bench.reply(1, COPY, Ok(()));
     bench.apply(Event::Marked { peer: 0, mark: FIRST_CLEAR });
