@@ -21,7 +21,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use nix::sys::statvfs::statvfs;
 use serde::{Deserialize, Serialize};
 use shorthorn_api::v1;
-use shorthorn_store::{Held, StoreError, hold, with_check, without_check};
+use shorthorn_store::{DirectoryLock, StoreError, lock_directory, with_check, without_check};
 use shorthorn_types::{ReplicaId, VolumeName};
 
 use crate::serve::config::Config;
@@ -115,21 +115,27 @@ fn make(directory: &Path) -> Result<(), NodeError> {
     }
 }
 
-/// Holds the directory of a replica, so that no process opens it until the value is dropped.
+/// Locks the directory of a replica, so that no process opens it until the value is dropped.
 ///
 /// # Errors
 /// [`NodeError::Precondition`] if a process has it open.
-pub fn held(directory: &Path) -> Result<Held, NodeError> {
-    Ok(hold(directory)?)
+pub fn lock(directory: &Path) -> Result<DirectoryLock, NodeError> {
+    Ok(lock_directory(directory)?)
 }
 
-/// Moves the directory of a replica, which `_held` holds, into the trash. Without a note, an existing one
+/// Moves the directory of a replica, which `_lock` protects, into the trash. Without a note, an existing one
 /// stays. Older content of the trash is deleted if the disk has no space for the record.
 ///
 /// # Errors
 /// [`NodeError::Exhausted`] if the disk has no space for the record, and the trash has nothing else. The
 /// directory is in its former place then.
-pub fn move_in(disk: &Path, id: &InstanceId, _held: &Held, note: &str, now_ms: u64) -> Result<(), NodeError> {
+pub fn move_in(
+    disk: &Path,
+    id: &InstanceId,
+    _lock: &DirectoryLock,
+    note: &str,
+    now_ms: u64,
+) -> Result<(), NodeError> {
     let InstanceId::Replica(volume, replica) = id else {
         return Err(NodeError::Invalid(format!("the {id} is not a replica")));
     };
@@ -231,8 +237,8 @@ pub fn restore(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), Node
             directory.display()
         )));
     }
-    // Until the end: a sweep that finds it held lets it be.
-    let _held = held_unless_unreadable(&folder.join(DIRECTORY))?;
+    // Until the end: a sweep skips a locked directory.
+    let _lock = lock_unless_unreadable(&folder.join(DIRECTORY))?;
     let restored = read_record(&folder, id, deleted_ms).map_err(NodeError::Precondition).and_then(|_| {
         let mark = folder.join(RESTORED);
         fs::File::create(&mark).and_then(|file| file.sync_all()).map_err(NodeError::at(&mark))?;
@@ -254,12 +260,12 @@ fn gone(folder: &Path) -> NodeError {
     NodeError::NotFound(format!("{} is no longer in the trash", folder.display()))
 }
 
-/// Holds a directory in the trash, against exports, restores and deletions. If that fails for another reason
-/// than another holder, no other process can read the directory either.
-fn held_unless_unreadable(directory: &Path) -> Result<Option<Held>, NodeError> {
-    match hold(directory) {
+/// Locks a directory in the trash, against exports, restores and deletions. If that fails for another reason
+/// than another lock, no other process can read the directory either.
+fn lock_unless_unreadable(directory: &Path) -> Result<Option<DirectoryLock>, NodeError> {
+    match lock_directory(directory) {
         Err(error @ StoreError::Locked { .. }) => Err(error.into()),
-        held => Ok(held.ok()),
+        lock => Ok(lock.ok()),
     }
 }
 
@@ -280,9 +286,9 @@ pub fn remove(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), NodeE
     if !folder.try_exists().map_err(NodeError::at(&folder))? {
         return Ok(());
     }
-    // The hold lasts until the end: a running export is not interrupted, and none begins.
+    // The lock lasts until the end: a running export is not interrupted, and none begins.
     let was_there = is_there(&folder)?;
-    let _held = if was_there { held_unless_unreadable(&folder.join(DIRECTORY))? } else { None };
+    let _lock = if was_there { lock_unless_unreadable(&folder.join(DIRECTORY))? } else { None };
     if was_there && !is_there(&folder)? {
         // It was restored meanwhile; its record stays.
         return Ok(());

@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 use shorthorn_chain::{with_check, without_check};
 
 use crate::directory::Directory;
+use crate::directory_lock::DirectoryLock;
 use crate::error::StoreError;
-use crate::hold::Held;
 use crate::store::Store;
 
 pub(crate) const FINGERPRINT_FILE: &str = "shorthorn.fingerprint";
@@ -30,11 +30,11 @@ pub fn check_binding(directory: &Path, fingerprint: &str) -> Result<(), StoreErr
     check(&Directory::open(directory)?, fingerprint).map(drop)
 }
 
-/// Gives the directory to the volume whose secret has this fingerprint. `_held` is of that directory.
+/// Gives the directory to the volume whose secret has this fingerprint. `_lock` is of that directory.
 ///
 /// # Errors
 /// An I/O error; the directory belongs to the volume of before then.
-pub fn rebind(directory: &Path, _held: &Held, fingerprint: &str) -> Result<(), StoreError> {
+pub fn rebind(directory: &Path, _lock: &DirectoryLock, fingerprint: &str) -> Result<(), StoreError> {
     write(&Directory::open(directory)?, fingerprint)
 }
 
@@ -79,7 +79,7 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::{CreateOptions, hold};
+    use crate::{CreateOptions, lock_directory};
 
     fn made(dir: &tempfile::TempDir) -> Store {
         let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
@@ -98,8 +98,8 @@ mod tests {
         store.close().unwrap();
         let refused = check_binding(&directory, "e2e2").unwrap_err().to_string();
         assert!(refused.contains("another secret") && !refused.contains("f1f1"), "{refused}");
-        let held = hold(&directory).unwrap();
-        rebind(&directory, &held, "e2e2").unwrap();
+        let lock = lock_directory(&directory).unwrap();
+        rebind(&directory, &lock, "e2e2").unwrap();
         check_binding(&directory, "e2e2").unwrap();
         assert!(matches!(check_binding(&directory, "f1f1"), Err(StoreError::OtherSecret(_))));
     }

@@ -27,6 +27,7 @@ mod copy;
 mod copy_record;
 mod data;
 mod directory;
+mod directory_lock;
 mod error;
 mod export;
 mod facts;
@@ -36,7 +37,6 @@ mod fold;
 #[cfg(shorthorn_fuzzing)]
 pub mod fuzzing;
 mod guard;
-mod hold;
 mod host;
 mod image;
 mod info;
@@ -67,10 +67,10 @@ pub use block_sums::{
 };
 pub use boot::LossRecord;
 pub use buffer::{AlignedBuffer, MEMORY_ALIGNMENT};
+pub use directory_lock::{DirectoryLock, lock_directory};
 pub use error::StoreError;
 pub use export::{ExportTarget, ExportedVolume, WriteDebug, export};
 pub use fold::{FoldJob, FoldedJob};
-pub use hold::{Held, hold};
 pub use info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo};
 pub use inspect::{
     InspectedLayer, InspectedVolume, Inspection, OwnState, Problem, SavedStatus, Severity, inspect,

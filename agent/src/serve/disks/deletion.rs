@@ -36,11 +36,11 @@ pub fn delete_replica(
         }
         Ok(_) => {}
     }
-    // The hold lasts until the end: a process that opens the directory meanwhile finds it held, and after
-    // that it is gone.
-    let held = trash::held(&directory)?;
+    // The lock lasts until the end. A process that opens the directory meanwhile fails at the lock, and
+    // after that the directory is gone.
+    let lock = trash::lock(&directory)?;
     if !limits.keep.is_zero() {
-        match trash::move_in(disk, id, &held, note, trash::now_ms()) {
+        match trash::move_in(disk, id, &lock, note, trash::now_ms()) {
             Err(NodeError::Exhausted(message)) => {
                 tracing::warn!("{message}: {} is deleted at once", directory.display());
             }

@@ -14,7 +14,7 @@ use std::time::SystemTime;
 use shorthorn_api::v1;
 use shorthorn_control::EngineSpec;
 use shorthorn_frontend::discard;
-use shorthorn_store::{StoreError, check_binding, hold};
+use shorthorn_store::{StoreError, check_binding, lock_directory};
 use shorthorn_tls::check_kernel;
 use shorthorn_wire::directory_fingerprint;
 use tokio::task::JoinHandle;
@@ -365,8 +365,8 @@ fn bind(directory: &Path, fingerprint: &str, rebind: bool) -> Result<(), NodeErr
     }
     match check_binding(directory, fingerprint) {
         Err(StoreError::OtherSecret(_) | StoreError::FingerprintDamaged { .. }) if rebind => {
-            let held = hold(directory)?;
-            shorthorn_store::rebind(directory, &held, fingerprint)?;
+            let lock = lock_directory(directory)?;
+            shorthorn_store::rebind(directory, &lock, fingerprint)?;
             tracing::info!("{} now belongs to the undeleted volume", directory.display());
             Ok(())
         }

@@ -32,8 +32,8 @@ fn listed(disk: &Path) -> Vec<v1::TrashedReplica> {
 
 /// Deletes the replica.
 fn moved(disk: &Path, note: &str, now_ms: u64) -> Result<(), NodeError> {
-    let held = held(&directory_of(disk, &replica()))?;
-    move_in(disk, &replica(), &held, note, now_ms)
+    let lock = lock(&directory_of(disk, &replica()))?;
+    move_in(disk, &replica(), &lock, note, now_ms)
 }
 
 #[test]
@@ -259,11 +259,11 @@ fn a_directory_that_a_sweep_deletes_meanwhile_is_not_found() {
     let folder = folder_of(dir.path(), &replica(), 7);
     let record = entry(dir.path(), folder.clone()).unwrap();
     assert!(record.record.is_ok());
-    // The deletion holds the directory until its end: nothing is moved out of a folder that is being deleted.
-    let held = hold(&folder.join(DIRECTORY)).unwrap();
+    // The deletion locks the directory until its end: nothing is moved out of a folder that is being deleted.
+    let lock = lock_directory(&folder.join(DIRECTORY)).unwrap();
     assert!(matches!(restore(dir.path(), &replica(), 7), Err(NodeError::Precondition(_))));
     assert!(folder.join(DIRECTORY).exists() && !folder.join(RESTORED).exists());
-    drop(held);
+    drop(lock);
     fs::rename(&folder, folder.with_extension("7.gone")).unwrap();
     assert!(matches!(restore(dir.path(), &replica(), 7), Err(NodeError::NotFound(_))));
     remove(dir.path(), &replica(), 7).unwrap();
