@@ -26,13 +26,13 @@ const _: () = assert!(BLOCK as u64 == BLOCK_BYTES);
 /// A piece of a layer as a member holds it: the runs of existing blocks, and the data of the whole piece with
 /// zeroes elsewhere.
 #[derive(Debug, PartialEq, Eq)]
-struct Held {
+struct PieceContent {
     piece: ByteRange,
     runs: Vec<ByteRange>,
     data: Vec<u8>,
 }
 
-impl Held {
+impl PieceContent {
     fn part(&self, range: ByteRange) -> &[u8] {
         let start = distance(range.offset() - self.piece.offset());
         &self.data[start..start + distance(range.length())]
@@ -52,7 +52,7 @@ impl Held {
     fn is_in<E>(
         &self,
         sum: Option<u32>,
-        read_back: impl FnOnce() -> Result<Option<Held>, E>,
+        read_back: impl FnOnce() -> Result<Option<PieceContent>, E>,
     ) -> Result<bool, E> {
         match sum {
             Some(sum) => Ok(sum == self.sum()),
@@ -66,12 +66,12 @@ impl Held {
     }
 
     /// Returns true if the layers of two members are equal in the block.
-    fn is_same(&self, other: &Held, block: ByteRange) -> bool {
+    fn is_same(&self, other: &PieceContent, block: ByteRange) -> bool {
         self.has(block) == other.has(block) && self.part(block) == other.part(block)
     }
 
     /// Takes these blocks, in order, from `source`.
-    fn take(&mut self, taken: &[ByteRange], source: &Held) {
+    fn take(&mut self, taken: &[ByteRange], source: &PieceContent) {
         let has =
             |block: &ByteRange| if taken.contains(block) { source.has(*block) } else { self.has(*block) };
         let mut runs = Vec::new();
@@ -110,7 +110,7 @@ impl Held {
 
 /// A member to repair from.
 struct RepairSource<'a> {
-    held: &'a Held,
+    content: &'a PieceContent,
     proof: SourceProof,
     /// All members that may be right.
     sources: &'a [PeerIndex],
@@ -184,12 +184,12 @@ impl Scrubber {
         let mut data = vec![0; distance(piece.length())];
         let mut is_found = vec![false; data.len() / BLOCK];
         for layer in (0..=number).rev() {
-            let held = self.hold(peer, layer, piece)?;
-            for run in &held.runs {
+            let content = self.read_content(peer, layer, piece)?;
+            for run in &content.runs {
                 for at in (run.offset()..run.end()).step_by(BLOCK) {
                     let start = distance(at - piece.offset());
                     if !std::mem::replace(&mut is_found[start / BLOCK], true) {
-                        data[start..start + BLOCK].copy_from_slice(&held.data[start..start + BLOCK]);
+                        data[start..start + BLOCK].copy_from_slice(&content.data[start..start + BLOCK]);
                     }
                 }
             }
@@ -201,17 +201,22 @@ impl Scrubber {
     }
 
     /// Returns the data of a member in a piece of one layer.
-    fn hold(&self, peer: PeerIndex, layer: u32, piece: ByteRange) -> Result<Held, ConnectError> {
+    fn read_content(
+        &self,
+        peer: PeerIndex,
+        layer: u32,
+        piece: ByteRange,
+    ) -> Result<PieceContent, ConnectError> {
         let runs = self.runs(peer, layer, piece)?;
-        let mut held = Held { piece, runs, data: vec![0; distance(piece.length())] };
-        for run in &held.runs {
+        let mut content = PieceContent { piece, runs, data: vec![0; distance(piece.length())] };
+        for run in &content.runs {
             let start = distance(run.offset() - piece.offset());
-            let target = &mut held.data[start..start + distance(run.length())];
+            let target = &mut content.data[start..start + distance(run.length())];
             self.context.with_control_of(peer, |control| {
                 control.read_layer(layer, run.offset(), target, Flags::NONE)
             })?;
         }
-        Ok(held)
+        Ok(content)
     }
 
     fn runs(&self, peer: PeerIndex, layer: u32, piece: ByteRange) -> Result<Vec<ByteRange>, ConnectError> {
@@ -252,10 +257,10 @@ impl Scrubber {
             let Some(number) = layer.number_at(*source) else { continue };
             let expected =
                 member_checksums.iter().find(|(peer, _)| peer == source).and_then(|(_, found)| found.sum);
-            match self.hold(*source, number, piece) {
-                Ok(held) if Some(held.sum()) == expected => {
+            match self.read_content(*source, number, piece) {
+                Ok(content) if Some(content.sum()) == expected => {
                     let proof = SourceProof::of(*source, sources, member_checksums);
-                    let from = RepairSource { held: &held, proof, sources };
+                    let from = RepairSource { content: &content, proof, sources };
                     // One that cannot be repaired, or not in every block, does not keep rot in the others.
                     let failures = odd.iter().filter_map(|peer| {
                         let reason = self.mend(layer, *peer, &from).err()?;
@@ -276,12 +281,12 @@ impl Scrubber {
 
     fn mend(&self, layer: &Layer, peer: PeerIndex, from: &RepairSource<'_>) -> Result<(), NotRepaired> {
         let Some(number) = layer.number_at(peer) else { return Ok(()) };
-        let read_back = || self.hold(peer, number, from.held.piece).map(Some);
+        let read_back = || self.read_content(peer, number, from.content.piece).map(Some);
         // A layer that cannot be read is repaired.
-        if from.held.is_in(None, read_back).unwrap_or(false) {
+        if from.content.is_in(None, read_back).unwrap_or(false) {
             return Ok(()); // an earlier scrub has repaired it, and the head still lacks other data
         }
-        let (mut held, replaced) = self.blocks_to_replace(layer, peer, number, from)?;
+        let (mut content, replaced) = self.blocks_to_replace(layer, peer, number, from)?;
         // A disk may need seconds for each block that it cannot read: rebuilds begin beside the reads above.
         let Some(_repairing) = self.context.snapshot_use.repairing() else {
             return Err(NotRepaired::Copying);
@@ -290,17 +295,17 @@ impl Scrubber {
         if self.number_of(layer, peer)? != Some(number) {
             return Err(NotRepaired::Changed);
         }
-        held.take(&replaced, from.held);
+        content.take(&replaced, from.content);
         let mut ranges = Vec::new();
         replaced.iter().for_each(|block| join(&mut ranges, block.offset(), block.end()));
-        for (patch, data) in ranges.iter().flat_map(|range| held.patches(&layer.image, *range)) {
+        for (patch, data) in ranges.iter().flat_map(|range| content.patches(&layer.image, *range)) {
             self.patch(peer, &patch, &data, until)?;
         }
-        let check = self.check_one(layer, held.piece, peer)?;
-        if !held.is_in(check.sum, read_back)? {
+        let check = self.check_one(layer, content.piece, peer)?;
+        if !content.is_in(check.sum, read_back)? {
             return Err(NotRepaired::LosesWrites);
         }
-        if held == *from.held { Ok(()) } else { Err(NotRepaired::Undecided) }
+        if content == *from.content { Ok(()) } else { Err(NotRepaired::Undecided) }
     }
 
     /// Returns the data of a member in a piece of one layer, and the blocks in which the source is right.
@@ -310,13 +315,13 @@ impl Scrubber {
         peer: PeerIndex,
         number: u32,
         from: &RepairSource<'_>,
-    ) -> Result<(Held, Vec<ByteRange>), NotRepaired> {
-        let (held, unreadable) = self.hold_readable(peer, number, from.held.piece)?;
+    ) -> Result<(PieceContent, Vec<ByteRange>), NotRepaired> {
+        let (content, unreadable) = self.read_readable_blocks(peer, number, from.content.piece)?;
         let mut replaced = Vec::new();
-        for block in block_ranges(held.piece) {
+        for block in block_ranges(content.piece) {
             let evidence = match unreadable.contains(&block) {
                 true => BlockEvidence::Unreadable,
-                false if held.is_same(from.held, block) => continue,
+                false if content.is_same(from.content, block) => continue,
                 false => {
                     self.check_stop()?;
                     self.evidence(peer, number, block)?
@@ -326,7 +331,7 @@ impl Scrubber {
                 replaced.push(block);
             }
         }
-        Ok((held, replaced))
+        Ok((content, replaced))
     }
 
     /// Returns an error if the scrub was stopped.
@@ -365,20 +370,20 @@ impl Scrubber {
 
     /// Returns the data of a member in a piece of one layer, and the blocks that it cannot read, or that it
     /// knows as rotten.
-    fn hold_readable(
+    fn read_readable_blocks(
         &self,
         peer: PeerIndex,
         layer: u32,
         piece: ByteRange,
-    ) -> Result<(Held, Vec<ByteRange>), NotRepaired> {
+    ) -> Result<(PieceContent, Vec<ByteRange>), NotRepaired> {
         let runs = self.runs(peer, layer, piece)?;
-        let mut held = Held { piece, runs, data: vec![0; distance(piece.length())] };
+        let mut content = PieceContent { piece, runs, data: vec![0; distance(piece.length())] };
         let (mut unreadable, mut parts) = (Vec::new(), vec![piece]);
         // Each step removes a part, or halves it: at most twice as many steps as blocks.
         while let Some(part) = parts.pop() {
             self.check_stop()?;
             let start = distance(part.offset() - piece.offset());
-            let target = &mut held.data[start..start + distance(part.length())];
+            let target = &mut content.data[start..start + distance(part.length())];
             let read = self.context.with_control_of(peer, |control| {
                 control.read_layer(layer, part.offset(), target, Flags::CHECKED)
             });
@@ -391,7 +396,7 @@ impl Scrubber {
                 (Err(error), _) => return Err(error.into()),
             }
         }
-        Ok((held, unreadable))
+        Ok((content, unreadable))
     }
 
     fn evidence(&self, peer: PeerIndex, layer: u32, block: ByteRange) -> Result<BlockEvidence, ConnectError> {
@@ -416,7 +421,7 @@ impl Scrubber {
                 control.read_layer(number, block.offset(), &mut data, Flags::CHECKED)
             };
             let is_confirmed = self.context.with_control_of(*source, read).unwrap_or(false);
-            is_confirmed && data == from.held.part(block)
+            is_confirmed && data == from.content.part(block)
         })
     }
 }
@@ -449,8 +454,8 @@ mod tests {
     #[test]
     fn a_piece_is_split_into_patches_that_fit() {
         let data: Vec<u8> = (0..=255).flat_map(|block| [block; BLOCK]).collect();
-        let held = Held { piece: range(0, 256), runs: vec![range(2, 1), range(127, 3)], data };
-        let patches = held.patches("volume-snap-a.img", range(0, 256));
+        let content = PieceContent { piece: range(0, 256), runs: vec![range(2, 1), range(127, 3)], data };
+        let patches = content.patches("volume-snap-a.img", range(0, 256));
         let found: Vec<_> = patches
             .iter()
             .map(|(patch, data)| (patch.offset_bytes, patch.runs.clone(), data.len()))
@@ -459,34 +464,38 @@ mod tests {
         let expected = vec![(mib, vec![(2, 1), (127, 1)], 8192), (mib + (512 << 10), vec![(0, 2)], 8192)];
         assert_eq!(found, expected);
         assert_eq!((patches[0].1[0], patches[0].1[4096], patches[1].1[0]), (2, 127, 128));
-        let short = Held { piece: range(0, 1), runs: vec![], data: vec![0; 4096] };
+        let short = PieceContent { piece: range(0, 1), runs: vec![], data: vec![0; 4096] };
         assert_eq!(short.patches("a", range(0, 1))[0].0.length_bytes, 4096);
     }
 
     /// The member may lack other data of the block in the head, for which it has no space.
     #[test]
     fn a_repaired_layer_with_a_block_that_is_known_as_rotten_is_read_back() {
-        let held = |byte: u8| Held { piece: range(0, 1), runs: vec![range(0, 1)], data: vec![byte; BLOCK] };
-        let unread = || -> Result<Option<Held>, ()> { panic!("its sum says enough") };
-        assert_eq!([7, 8].map(|byte| held(7).is_in(Some(held(byte).sum()), unread)), [Ok(true), Ok(false)]);
-        let found = [Ok(Some(held(7))), Ok(Some(held(8))), Ok(None), Err(())];
-        let is_in = found.map(|found| held(7).is_in(None, || found));
+        let content =
+            |byte: u8| PieceContent { piece: range(0, 1), runs: vec![range(0, 1)], data: vec![byte; BLOCK] };
+        let unread = || -> Result<Option<PieceContent>, ()> { panic!("its sum says enough") };
+        assert_eq!(
+            [7, 8].map(|byte| content(7).is_in(Some(content(byte).sum()), unread)),
+            [Ok(true), Ok(false)]
+        );
+        let found = [Ok(Some(content(7))), Ok(Some(content(8))), Ok(None), Err(())];
+        let is_in = found.map(|found| content(7).is_in(None, || found));
         assert_eq!(is_in, [Ok(true), Ok(false), Ok(false), Err(())]);
     }
 
     #[test]
     fn a_repair_of_single_blocks_leaves_the_others() {
-        let held = |runs: &[ByteRange], byte: u8| {
+        let content = |runs: &[ByteRange], byte: u8| {
             let mut data = vec![0; 4 * BLOCK];
             for run in runs {
                 let start = distance(run.offset() - range(0, 4).offset());
                 data[start..start + distance(run.length())].fill(byte);
             }
-            Held { piece: range(0, 4), runs: runs.to_vec(), data }
+            PieceContent { piece: range(0, 4), runs: runs.to_vec(), data }
         };
-        let source = held(&[range(0, 2), range(3, 1)], 7);
-        let mut odd = held(&[range(1, 2)], 8);
-        let before = held(&[range(1, 2)], 8);
+        let source = content(&[range(0, 2), range(3, 1)], 7);
+        let mut odd = content(&[range(1, 2)], 8);
+        let before = content(&[range(1, 2)], 8);
         odd.take(&[range(0, 1), range(2, 1)], &source);
         assert_eq!(odd.runs, [range(0, 2)]);
         assert_eq!(
