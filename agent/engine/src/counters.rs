@@ -1,8 +1,8 @@
 //! I/O counters of the device, one set for each queue.
 //!
 //! Only the thread of a queue writes its counters, so counting is a load and a store. Each queue has cache
-//! lines of its own. The clock is read once for all requests that a turn begins, and once for all that it
-//! completes.
+//! lines of its own. The clock is read once for all requests that an iteration of the queue begins, and once
+//! for all that it completes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

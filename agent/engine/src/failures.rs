@@ -52,13 +52,13 @@ impl Limiter {
         true
     }
 
-    /// Returns true if an interval is under way: [`Limiter::turn`] is needed.
+    /// Returns true if an interval is under way: [`Limiter::end_if_over`] is needed.
     pub fn is_active(&self) -> bool {
         self.since.is_some()
     }
 
     /// Ends the interval if its time is over: returns the number of errors that were left out.
-    pub fn turn(&mut self, now: Instant) -> Option<RequestError> {
+    pub fn end_if_over(&mut self, now: Instant) -> Option<RequestError> {
         let since = self.since?;
         (now.saturating_duration_since(since) >= INTERVAL).then(|| self.end()).flatten()
     }
@@ -105,11 +105,15 @@ mod tests {
     fn a_storm_is_reported_as_a_few_errors_and_a_number() {
         let mut limiter = Limiter::default();
         let start = Instant::now();
-        assert_eq!((limiter.is_active(), limiter.turn(start)), (false, None));
+        assert_eq!((limiter.is_active(), limiter.end_if_over(start)), (false, None));
         let storm = |limiter: &mut Limiter, at| (0..1000).filter(|_| limiter.admits(at)).count();
         assert_eq!(storm(&mut limiter, start), 10);
-        assert_eq!(limiter.turn(start + INTERVAL - Duration::from_millis(1)), None, "one line per interval");
-        assert_eq!(limiter.turn(start + INTERVAL), Some(RequestError::More { count: 990 }));
+        assert_eq!(
+            limiter.end_if_over(start + INTERVAL - Duration::from_millis(1)),
+            None,
+            "one line per interval"
+        );
+        assert_eq!(limiter.end_if_over(start + INTERVAL), Some(RequestError::More { count: 990 }));
         assert!(!limiter.is_active());
         assert_eq!(storm(&mut limiter, start + INTERVAL), 10, "then single errors are reported again");
         assert_eq!(limiter.end(), Some(RequestError::More { count: 990 }), "nothing is left out at the end");
@@ -120,6 +124,6 @@ mod tests {
         let mut limiter = Limiter::default();
         let start = Instant::now();
         assert!((0..REPORTED_MAX).all(|_| limiter.admits(start)));
-        assert_eq!((limiter.turn(start + INTERVAL), limiter.end()), (None, None));
+        assert_eq!((limiter.end_if_over(start + INTERVAL), limiter.end()), (None, None));
     }
 }

@@ -58,7 +58,7 @@ enum Drain {
     NotRequested,
     /// The frontend takes no more requests, and some are unfinished.
     Parking,
-    /// No request was unfinished at the end of the last turn.
+    /// No request was unfinished at the end of the last iteration.
     Quiet,
     /// The main thread knows that all requests are answered.
     Reported,
@@ -82,7 +82,7 @@ struct Running {
     drain: Drain,
     /// True if large requests have touched the arena since it was trimmed.
     has_grown_buffer: bool,
-    /// True if nothing has happened in the turn before this one.
+    /// True if nothing has happened in the iteration before this one.
     was_idle: bool,
     /// The limiter of log lines about errors that reach the user of the device.
     limiter: Limiter,
@@ -144,7 +144,7 @@ impl Running {
     fn serve(&mut self) -> Result<(), EngineError> {
         self.start()?;
         while !self.queue.shared.is_stopping() {
-            self.turn()?;
+            self.run_once()?;
         }
         Ok(())
     }
@@ -164,10 +164,10 @@ impl Running {
         act(queue.frontend.as_mut(), &mut io)
     }
 
-    /// Does one turn: waits, collects the events, lets the core decide, performs its outputs, and sends.
-    fn turn(&mut self) -> Result<(), EngineError> {
+    /// Runs one iteration: waits, collects the events, lets the core decide, performs its outputs, and sends.
+    fn run_once(&mut self) -> Result<(), EngineError> {
         let is_idle = self.completions.is_empty() && !self.queue.shared.has_requests();
-        // The kernel gets the answers of the last turn only now.
+        // The kernel gets the answers of the last iteration only now.
         if is_idle && self.was_idle && self.has_grown_buffer {
             self.trim();
         }
@@ -206,8 +206,8 @@ impl Running {
         Ok(())
     }
 
-    /// Requests that the frontend has refused in this turn, and the number of errors that an interval has
-    /// left out.
+    /// Reports requests that the frontend has refused in this iteration, and the number of errors that an
+    /// interval has left out.
     fn report_refusals(&mut self) {
         if self.refusals.is_empty() && !self.limiter.is_active() {
             return;
@@ -218,7 +218,7 @@ impl Running {
             self.record_error(RequestError::Refused(self.refusals[at]), now);
         }
         self.refusals.clear();
-        let unreported = self.limiter.turn(now);
+        let unreported = self.limiter.end_if_over(now);
         self.report(unreported);
     }
 
@@ -292,7 +292,7 @@ impl Running {
     }
 
     /// Reports the answer of the last request to the main thread, once no more requests are taken. The
-    /// answers are out one turn later, because the next wait submits them.
+    /// answers are out one iteration later, because the next wait submits them.
     fn report_when_drained(&mut self) {
         if matches!(self.drain, Drain::NotRequested | Drain::Reported) {
             return;
@@ -353,7 +353,7 @@ impl Running {
     fn perform(&mut self) {
         // The same data is sent to every member: its check is computed once.
         let mut checked = None;
-        // The time of completion of all requests that are completed in this turn.
+        // The time of completion of all requests that are completed in this iteration.
         let mut now = None;
         let mut outputs = std::mem::take(&mut self.outputs);
         for output in outputs.drain(..) {

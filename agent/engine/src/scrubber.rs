@@ -34,7 +34,7 @@ use sum_writer::SumWriter;
 /// The interval of progress reports, which only people read.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 /// The interval of checking whether the previous scrub has ended.
-const TURN_INTERVAL: Duration = Duration::from_millis(100);
+const PREVIOUS_END_INTERVAL: Duration = Duration::from_millis(100);
 const STACK_BYTES: usize = 256 << 10;
 const _: () = assert!(EMPTY_SUM == SUM_OF_NO_BLOCKS);
 
@@ -144,7 +144,7 @@ impl Scrubber {
         let _scrubbing = loop {
             match context.snapshot_use.scrubbing() {
                 Some(scrubbing) => break scrubbing,
-                None => self.pause(TURN_INTERVAL)?,
+                None => self.pause(PREVIOUS_END_INTERVAL)?,
             }
         };
         self.scrub_all()
@@ -411,7 +411,7 @@ mod tests {
         let command = ScrubCommand { bytes_per_s: 0, repair: true };
         let stopped = Scrubbing::start(Arc::clone(&context), command, 1).unwrap();
         let scrubbing = Scrubbing::start(Arc::clone(&context), command, 2).unwrap();
-        assert!(events.recv_timeout(TURN_INTERVAL * 2).is_err(), "one is under way");
+        assert!(events.recv_timeout(PREVIOUS_END_INTERVAL * 2).is_err(), "one is under way");
         drop((stopped, before));
         let ended = events.recv_timeout(Duration::from_secs(10)).unwrap();
         let is_second =

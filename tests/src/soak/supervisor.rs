@@ -54,7 +54,7 @@ impl Supervisor {
         let shared = Arc::new(Mutex::new(SupervisorState { processes, ..SupervisorState::default() }));
         let watched = Arc::clone(&shared);
         let thread = thread::spawn(move || {
-            while !lock(&watched).turn() {
+            while !lock(&watched).run_once() {
                 thread::sleep(LOOK_PAUSE);
             }
         });
@@ -149,7 +149,7 @@ fn lock(shared: &Mutex<SupervisorState>) -> MutexGuard<'_, SupervisorState> {
 
 impl SupervisorState {
     /// Looks after all processes once; returns whether that is over.
-    fn turn(&mut self) -> bool {
+    fn run_once(&mut self) -> bool {
         if self.is_over {
             return true;
         }
@@ -160,7 +160,7 @@ impl SupervisorState {
                 process.start_at = Instant::now() + RESTART_PAUSE;
             }
             if process.child.is_none() && !process.is_held && Instant::now() >= process.start_at {
-                // Tried again at the next turn.
+                // Tried again in the next iteration.
                 process.child = process.command.spawn().ok();
             }
         }

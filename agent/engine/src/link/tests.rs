@@ -84,7 +84,7 @@ impl Bench {
 
     fn request(&mut self) -> Header {
         self.link.flush(&mut self.ring);
-        self.turn();
+        self.run_once();
         let mut header = [0; HEADER_BYTES];
         self.replica.read_exact(&mut header).unwrap();
         let request = self.session.decode(&header).unwrap();
@@ -108,11 +108,11 @@ impl Bench {
         self.replica.write_all(bytes).unwrap();
         let before = self.events.len();
         while self.events.len() == before && self.notice.is_none() {
-            self.turn();
+            self.run_once();
         }
     }
 
-    fn turn(&mut self) {
+    fn run_once(&mut self) {
         let mut completions = Vec::new();
         self.ring.wait(Some(Duration::from_secs(10)), &mut completions).unwrap();
         assert!(!completions.is_empty(), "nothing happens");
@@ -147,7 +147,7 @@ fn data_of_a_read_lands_in_its_slot() {
         let said = bench.answer(&request, &data);
         let writer = std::thread::spawn(move || replica.write_all(&said).unwrap());
         while bench.events.is_empty() {
-            bench.turn();
+            bench.run_once();
         }
         writer.join().unwrap();
         let slot = SlotId { queue: 0, slot: 2 };
@@ -255,7 +255,7 @@ fn the_end_of_a_connection_is_reported_once_and_closed_when_nothing_is_under_way
     let mut bench = Bench::new();
     bench.replica.shutdown(std::net::Shutdown::Both).unwrap();
     while bench.events.is_empty() {
-        bench.turn();
+        bench.run_once();
     }
     assert!(bench.lost().contains("closed"));
     assert_eq!(bench.link.take_closed(), Some(Event::Closed { peer: 1, queue: 0 }));
@@ -268,7 +268,7 @@ fn a_link_in_use_is_not_closed_before_its_operations_have_ended() {
     bench.link.close();
     assert_eq!(bench.link.take_closed(), None, "a receive is under way");
     while bench.link.take_closed().is_none() {
-        bench.turn();
+        bench.run_once();
     }
     assert_eq!(bench.events, []);
 }
@@ -384,7 +384,7 @@ fn another_connection_takes_the_place_of_one_that_is_gone() {
     assert!(!bench.link.connect(ready(ours.try_clone().unwrap())), "the place is taken");
     bench.link.close();
     while bench.link.take_closed().is_none() {
-        bench.turn();
+        bench.run_once();
     }
     assert!(bench.link.connect(ready(ours)));
     (bench.replica, bench.session, bench.events) = (theirs, session(), Vec::new());
@@ -401,7 +401,7 @@ fn a_request_on_a_connection_that_is_gone_is_answered() {
     let mut bench = Bench::new();
     bench.link.close();
     while bench.link.take_closed().is_none() {
-        bench.turn();
+        bench.run_once();
     }
     let range = ByteRange::new(0, 4096).unwrap();
     let data = (bench.arena.buf(0).part(0, 4096), 0);

@@ -14,8 +14,8 @@ use crate::context::control_link::ControlLink;
 use crate::context::{self, EngineContext};
 use crate::events::RebuildProgress;
 
-/// The time limit for a queue to take over a connection. A queue does that in its next turn, which it begins
-/// at least every second.
+/// The time limit for a queue to take over a connection. A queue does that in its next iteration, which
+/// it begins at least every second.
 const INSTALL_LIMIT: Duration = Duration::from_secs(5);
 
 impl ServingEngine for EngineContext {

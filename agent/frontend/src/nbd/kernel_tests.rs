@@ -58,7 +58,7 @@ impl Process {
 
     /// Handles all events, completes all but the first requests, the last one first, and sends the answers.
     /// Without any event it completes all requests, because events may depend on them.
-    fn turn(&mut self, left_undone: usize) {
+    fn run_once(&mut self, left_undone: usize) {
         let mut completions = Vec::new();
         self.ring.wait(Some(Duration::from_millis(1)), &mut completions).unwrap();
         let left_undone = if completions.is_empty() { 0 } else { left_undone };
@@ -94,7 +94,7 @@ impl Process {
         self.quiesce();
         let deadline = Instant::now() + LIMIT;
         loop {
-            self.turn(LEFT_UNDONE);
+            self.run_once(LEFT_UNDONE);
             if let Quiesced::At(socket) = self.queue.quiesced() {
                 return socket;
             }
@@ -143,10 +143,10 @@ fn a_request_that_has_begun_is_finished_and_the_next_one_left_in_the_socket() {
         let ((ours, mut kernel), volume) = (pair(), volume());
         let mut process = Process::start(ours, &volume);
         kernel.write_all(&first[..cut]).unwrap();
-        process.turn(0);
+        process.run_once(0);
         process.quiesce();
         for _ in 0..5 {
-            process.turn(0);
+            process.run_once(0);
             let is_quiesced = matches!(process.queue.quiesced(), Quiesced::At(_));
             assert!(!is_quiesced || cut == 0, "parked {cut} bytes into a request");
         }
@@ -171,7 +171,7 @@ fn a_request_that_has_begun_is_finished_and_the_next_one_left_in_the_socket() {
             read
         });
         while !answered.is_finished() {
-            next.turn(0); // ends by the time-out of the other end at the latest
+            next.run_once(0); // ends by the time-out of the other end at the latest
         }
         assert_eq!(answered.join().unwrap(), data);
     }
@@ -259,7 +259,7 @@ fn no_request_is_lost_or_answered_twice_over_many_handovers() {
             let mut process = Process::start(socket, &volume);
             let enough = answered.load(Ordering::SeqCst) + BETWEEN;
             while !replies.is_finished() && answered.load(Ordering::SeqCst) < enough {
-                process.turn(LEFT_UNDONE);
+                process.run_once(LEFT_UNDONE);
             }
             socket = process.hand_over();
             handovers += 1;

@@ -85,7 +85,7 @@ impl PodForceDeleter {
     ) -> Result<(), RoundError> {
         let round = {
             // An error means that the semaphore is closed, which does not happen.
-            let _turn = self.rounds.acquire().await;
+            let _permit = self.rounds.acquire().await;
             self.round(name, node, memory).await?
         };
         let change = self.await_change(name, &round.version);
