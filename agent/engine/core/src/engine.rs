@@ -380,7 +380,7 @@ impl EngineCore {
         }
         self.start_clearing_cycle();
         // A member without space may leave as soon as the others are prompt.
-        self.wake.work_if(self.space.is_awaited());
+        self.wake.work_if(self.space.has_waiting());
         self.wake.work_if(
             self.resync.is_under_way() || self.scrub.is_some() || !self.membership.rebuilding().is_empty(),
         );

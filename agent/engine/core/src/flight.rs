@@ -73,16 +73,16 @@ impl Flights {
         }
         let flight = self.of(operation);
         flight.land(data_bytes(operation, range));
-        let is_awaited = flight.is_awaited;
+        let has_waiting = flight.has_waiting;
         if writes_zeroes(operation) {
             self.zeroing_bytes -= range.length();
         }
-        is_awaited || writes_zeroes(operation)
+        has_waiting || writes_zeroes(operation)
     }
 
     /// Lets the deferred requests try again, from the first.
     pub fn retry(&mut self) {
-        (self.reads.is_awaited, self.changes.is_awaited) = (false, false);
+        (self.reads.has_waiting, self.changes.has_waiting) = (false, false);
     }
 }
 
@@ -94,20 +94,20 @@ struct Flight {
     requests: usize,
     /// True if a request waits because too much is in flight. Then no later request is sent before it,
     /// however small that is: else a large request could wait for ever.
-    is_awaited: bool,
+    has_waiting: bool,
 }
 
 impl Flight {
     fn new(limits: FlightLimits) -> Flight {
-        Flight { limits, bytes: 0, requests: 0, is_awaited: false }
+        Flight { limits, bytes: 0, requests: 0, has_waiting: false }
     }
 
     /// Returns true if a request with so many bytes may be sent. If so, it counts as in flight.
     fn take_off(&mut self, bytes: u64) -> bool {
         let has_room = self.requests == 0
             || (self.requests < self.limits.requests && self.bytes + bytes <= self.limits.bytes);
-        if self.is_awaited || !has_room {
-            self.is_awaited = true;
+        if self.has_waiting || !has_room {
+            self.has_waiting = true;
             return false;
         }
         (self.bytes, self.requests) = (self.bytes + bytes, self.requests + 1);
@@ -165,7 +165,7 @@ mod tests {
         assert!(flights.take_off(&mut first));
         assert!(!flights.take_off(&mut second));
         assert!(flights.take_off(&mut slot(WRITE, 4096)), "it moves data and zeroes nothing");
-        assert!(flights.land(&first), "zeroing that is done makes room, though no request counts as awaited");
+        assert!(flights.land(&first), "zeroing that is done makes room, though no request counts as waiting");
         assert!(flights.take_off(&mut second));
     }
 

@@ -63,8 +63,8 @@ impl Resync {
         !self.left.is_empty() && self.left.contains_any(regions)
     }
 
-    /// Returns the first region for which one of the waiting requests waits, if it is not being copied.
-    pub fn awaited(&self, mut waiting: impl Iterator<Item = Range<u32>>, jobs: &Jobs) -> Option<u32> {
+    /// Returns the first region that a waiting request needs, if it is not being copied.
+    pub fn needed(&self, mut waiting: impl Iterator<Item = Range<u32>>, jobs: &Jobs) -> Option<u32> {
         waiting.find_map(|touched| {
             let unequal =
                 std::iter::successors(self.left.next(touched.start), |region| self.left.next(region + 1));
@@ -175,11 +175,11 @@ mod tests {
     }
 
     #[test]
-    fn regions_follow_one_another_and_awaited_ones_come_first() {
+    fn regions_follow_one_another_and_needed_ones_come_first() {
         let mut resync = resync(&[1, 4, 6]);
         let waiting = [3..5, 6..7];
-        assert_eq!(resync.awaited(waiting.clone().into_iter(), &jobs(&[])), Some(4));
-        assert_eq!(resync.awaited(waiting.into_iter(), &jobs(&[4])), Some(6));
+        assert_eq!(resync.needed(waiting.clone().into_iter(), &jobs(&[])), Some(4));
+        assert_eq!(resync.needed(waiting.into_iter(), &jobs(&[4])), Some(6));
         let mut next = |copied: &[u32]| resync.next(regions(), &jobs(copied), &mut bucket(0));
         assert_eq!((next(&[]), next(&[1]), next(&[1, 4])), (Some(1), Some(4), Some(6)));
         assert_eq!(next(&[1, 4, 6]), None, "each is being copied");

@@ -60,7 +60,7 @@ impl Space {
     }
 
     /// Returns true if some request waits.
-    pub fn is_awaited(&self) -> bool {
+    pub fn has_waiting(&self) -> bool {
         !self.requests.is_empty()
     }
 
@@ -210,7 +210,7 @@ mod tests {
         [1, 2].into_iter().for_each(|peer| assert!(space.ponged(peer, Some(1500), Some(100))));
         assert_eq!(space.remove_first(|_, waiting| waiting.id == id(1)), None);
         assert_eq!(space.remove_first(|_, waiting| waiting.id == id(0)), Some(id(0)));
-        assert!(!space.is_awaited() && space.wait(id(2), WRITE, 2000));
+        assert!(!space.has_waiting() && space.wait(id(2), WRITE, 2000));
         assert_eq!(no_space_action(&space, WRITE, PeerMask::one(0), 0), NoSpaceAction::Wait);
     }
 
@@ -226,7 +226,7 @@ mod tests {
         space.wait(id(3), WRITE, 62_000);
         assert_eq!([1, 2].map(|at| space.get(at).unwrap().since_ms), [61_000, 62_000]);
         (0..3).for_each(|_| space.remove(0));
-        assert!(!space.is_awaited() && space.wait(id(0), WRITE, 63_000));
+        assert!(!space.has_waiting() && space.wait(id(0), WRITE, 63_000));
     }
 
     #[test]

@@ -54,7 +54,7 @@ impl EngineCore {
         pinged_at_ms: Option<u64>,
         free_mib: Option<u32>,
     ) {
-        if !self.space.is_awaited() {
+        if !self.space.has_waiting() {
             return;
         }
         match self.space.ponged(peer, pinged_at_ms, free_mib) {

@@ -11,7 +11,7 @@ impl EngineCore {
     /// Starts to copy the region that a request has waited for the longest, or the next one.
     pub(super) fn start_region_resync(&mut self, id: SlotId, out: &mut Outputs) -> bool {
         let regions = self.size.regions();
-        let region = match self.awaited_region() {
+        let region = match self.needed_region() {
             Some(region) => {
                 self.bucket.pay(regions.range(region).length());
                 Some(region)
@@ -27,11 +27,11 @@ impl EngineCore {
         true
     }
 
-    fn awaited_region(&self) -> Option<u32> {
+    fn needed_region(&self) -> Option<u32> {
         let regions = self.size.regions();
         let requests = self.dispatch.deferred().filter(|id| self.slots.copy_index(*id).is_none());
         let touched = requests.map(|id| regions.touched(self.slots.at(id).range));
-        self.resync.awaited(touched, &self.jobs)
+        self.resync.needed(touched, &self.jobs)
     }
 
     /// Lets requests of the region continue.

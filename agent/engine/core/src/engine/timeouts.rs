@@ -30,8 +30,8 @@ impl EngineCore {
         let rebuilding = self.membership.rebuilding();
         for (id, copy) in self.jobs.rebuilds() {
             let slot = self.slots.at(id);
-            let is_awaited = self.dispatch.waiting_for(id).any(|id| self.slots.copy_index(id).is_none());
-            if slot.phase == SlotPhase::Active && is_awaited {
+            let delays_request = self.dispatch.waiting_for(id).any(|id| self.slots.copy_index(id).is_none());
+            if slot.phase == SlotPhase::Active && delays_request {
                 copy.hold_up(slot.pending.and(rebuilding), step_ms);
             }
         }

@@ -116,19 +116,19 @@ impl Slow {
 /// Each part of the copy is answered in time.
 #[test]
 fn a_rebuilding_replica_holds_a_request_up_no_longer_than_the_time_out() {
-    for is_awaited in [true, false] {
+    for has_waiting in [true, false] {
         let mut slow = Slow::new();
         slow.read_copy();
         slow.pass(TIMEOUT_MS * 4 / 5);
         slow.answer_part();
-        if is_awaited {
+        if has_waiting {
             slow.write();
         }
         slow.pass(TIMEOUT_MS * 4 / 5);
         slow.answer_part();
         assert_eq!(drops(&slow.out), []);
         slow.pass(TIMEOUT_MS * 2 / 5);
-        assert_eq!(!drops(&slow.out).is_empty(), is_awaited, "{:?}", slow.out);
+        assert_eq!(!drops(&slow.out).is_empty(), has_waiting, "{:?}", slow.out);
     }
 }
 
