@@ -37,7 +37,7 @@ struct Controller {
 impl Controller {
     fn start(dir: &Path, api: &ApiServer) -> Result<Controller> {
         let mut controller = Controller { dir: dir.to_owned(), kubeconfig: api.kubeconfig()?, child: None };
-        controller.go_on()?;
+        controller.spawn()?;
         Ok(controller)
     }
 
@@ -45,7 +45,7 @@ impl Controller {
         self.dir.join("csi.sock")
     }
 
-    fn go_on(&mut self) -> Result<()> {
+    fn spawn(&mut self) -> Result<()> {
         let log = File::options().create(true).append(true).open(self.dir.join("controller.log"))?;
         let mut command = Command::new(binary("shorthorn-controller")?);
         command.args(["serve", "--kubernetes", "--kubeconfig"]).arg(&self.kubeconfig);
@@ -60,7 +60,7 @@ impl Controller {
     /// Kills it with SIGKILL, and starts another one in its place.
     fn die_and_continue(&mut self) -> Result<()> {
         self.end()?;
-        self.go_on()
+        self.spawn()
     }
 
     fn end(&mut self) -> Result<()> {

@@ -240,7 +240,7 @@ impl Start<'_> {
             prepare_frontend(&self.spec, &self.state, &opened, std::mem::take(&mut self.sockets))?;
         // The device is recorded before it can be used: if this process dies from here on, the next one
         // recovers the device.
-        self.state.device_goes_live(device.record())?;
+        self.state.record_live_device(device.record())?;
         let prepared_ms = self.begin.elapsed().as_millis();
         let record = device.record();
         let counters: Vec<Arc<QueueCounters>> = queues.iter().map(|_| Arc::default()).collect();

@@ -154,7 +154,7 @@ impl EngineState {
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn device_goes_live(&mut self, device: DeviceRecord) -> Result<(), EngineError> {
+    pub fn record_live_device(&mut self, device: DeviceRecord) -> Result<(), EngineError> {
         self.content.live_boot = Some(self.boot.clone().unwrap_or_default());
         self.set_device(Some(device))
     }
@@ -305,7 +305,7 @@ mod tests {
             r#"{"generation":{"attach":3,"restart":4,"epoch":9},"device":null,"tenants":{"a":[1,2]}}"#;
         fs::write(&path, later).unwrap();
         let mut state = EngineState::open(&path, 3, None).unwrap();
-        state.device_goes_live(record()).unwrap();
+        state.record_live_device(record()).unwrap();
         drop(state);
         assert_eq!(pair(EngineState::open(&path, 3, None).unwrap().generation()), Generation::new(3, 6));
         let kept: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
@@ -359,12 +359,12 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
         let mut first = EngineState::open(&path, 3, None).unwrap();
-        first.device_goes_live(record()).unwrap();
+        first.record_live_device(record()).unwrap();
         drop(first);
         let mut next = EngineState::open(&path, 3, None).unwrap();
         // A write would make another file of that name.
         fs::remove_file(&path).unwrap();
-        next.device_goes_live(record()).unwrap();
+        next.record_live_device(record()).unwrap();
         next.set_device(Some(record())).unwrap();
         assert!(!path.exists(), "the device is taken over as it was");
         next.set_device(None).unwrap();
@@ -393,7 +393,7 @@ mod tests {
     /// lost writes.
     fn lost(path: &Path) -> EngineState {
         let mut state = EngineState::open(path, 3, None).unwrap();
-        state.device_goes_live(record()).unwrap();
+        state.record_live_device(record()).unwrap();
         state.record_lost_writes().unwrap();
         state
     }
@@ -427,7 +427,7 @@ mod tests {
         fs::write(&path, text.replace(boot.trim(), "another boot")).unwrap();
         let mut state = EngineState::open(&path, 3, None).unwrap();
         assert!(!state.lost_writes() && !state.was_live(), "the device has ended with its host");
-        state.device_goes_live(record()).unwrap();
+        state.record_live_device(record()).unwrap();
         assert!(!state.lost_writes());
         state.record_lost_writes().unwrap();
         assert!(state.lost_writes(), "this one is another device");

@@ -227,7 +227,7 @@ impl Simulation {
             self.violate(format!("block {block} of replica {at} has other data, and counts as lost"));
         }
         self.look_at_rot(at, &op.ask, &answer);
-        self.go_on_after(at, error);
+        self.continue_after(at, error);
         let replica = &mut self.replicas[at];
         if replica.failed {
             // The kernel may have done it all the same.
@@ -300,7 +300,7 @@ impl Simulation {
     }
 
     /// Counts an error of the disk. After all errors except for those of reads, nothing is served any more.
-    fn go_on_after(&mut self, at: usize, error: Option<Broken>) {
+    fn continue_after(&mut self, at: usize, error: Option<Broken>) {
         let Some(error) = error else { return };
         if matches!(error, Broken::Read | Broken::Verify) || self.replicas[at].failed {
             return self.count(error.name());
@@ -489,19 +489,19 @@ impl Simulation {
             _ => Ok(()),
         };
         match replica.waiting.page_ended(&mut replica.state, slot, outcome) {
-            PageEnd::Written => self.go_on_waiting(at),
+            PageEnd::Written => self.resume_waiting(at),
             PageEnd::Again => {}
             PageEnd::NoSpace(errno) => {
                 self.count("error: no space for a page");
                 self.give_up_waiting(at, errno);
             }
-            PageEnd::Failed(_) => self.go_on_after(at, Some(Broken::Page)),
+            PageEnd::Failed(_) => self.continue_after(at, Some(Broken::Page)),
         }
         self.advance_connections(at);
     }
 
     /// Examines the requests that wait for pages.
-    fn go_on_waiting(&mut self, at: usize) {
+    fn resume_waiting(&mut self, at: usize) {
         let mut again = Vec::new();
         self.replicas[at].waiting.take_modifications(&mut again);
         for op in again {

@@ -235,8 +235,8 @@ impl<'a> Lane<'a> {
         match hit.kind {
             Kind::ReplicaKilled => self.volume.revive(Who::Replica(replica)),
             Kind::EngineKilled => self.volume.revive(Who::Engine),
-            Kind::ReplicaPaused => self.go_on(Who::Replica(replica)),
-            Kind::EnginePaused => self.go_on(Who::Engine),
+            Kind::ReplicaPaused => self.resume(Who::Replica(replica)),
+            Kind::EnginePaused => self.resume(Who::Engine),
             Kind::LinkCut => self.volume.cut(replica, false)?,
             Kind::ToReplicaCut => link.cut(Way::ToReplica, false),
             Kind::FromReplicaCut => link.cut(Way::FromReplica, false),
@@ -251,7 +251,7 @@ impl<'a> Lane<'a> {
     }
 
     /// Continues the processes; one that has ended meanwhile needs no SIGCONT.
-    fn go_on(&self, who: Who) {
+    fn resume(&self, who: Who) {
         let _ = self.volume.signal(who, Signal::SIGCONT);
     }
 }

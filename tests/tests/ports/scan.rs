@@ -94,7 +94,7 @@ fn probes() -> Vec<Vec<u8>> {
 }
 
 /// True if text in the bytes says anything about the cluster.
-fn tells(bytes: &[u8], dir: &Path) -> bool {
+fn reveals_cluster(bytes: &[u8], dir: &Path) -> bool {
     let text = String::from_utf8_lossy(bytes);
     [VOLUME, "n0", "n1", "shorthorn", &dir.display().to_string()].iter().any(|word| text.contains(word))
 }
@@ -123,7 +123,7 @@ pub fn check_tls(address: SocketAddr, dir: &Path) -> Result<()> {
         let received = answer(address, &probe)?;
         let is_alert = received.first() == Some(&TLS_ALERT) && received.len() <= 16;
         ensure!(received.is_empty() || is_alert, "{address} answers {received:?}");
-        ensure!(!tells(&received, dir), "{address} answers {received:?}");
+        ensure!(!reveals_cluster(&received, dir), "{address} answers {received:?}");
     }
     Ok(())
 }
@@ -174,7 +174,7 @@ pub fn check_data(address: SocketAddr, dir: &Path) -> Result<()> {
     for probe in probes() {
         let received = answer(address, &probe)?;
         ensure!(
-            received.len() <= CHALLENGE_BYTES_MAX && !tells(&received, dir),
+            received.len() <= CHALLENGE_BYTES_MAX && !reveals_cluster(&received, dir),
             "{address} answers {received:?}"
         );
         challenges.push(received);

@@ -249,7 +249,9 @@ impl Connection {
         while self.receiving.is_none() {
             let more = match (&self.phase, self.current) {
                 (ConnectionPhase::Handshake(_), _) => self.negotiate(shared, io),
-                (ConnectionPhase::Serving | ConnectionPhase::Leaving, Some(id)) => self.go_on(id, shared, io),
+                (ConnectionPhase::Serving | ConnectionPhase::Leaving, Some(id)) => {
+                    self.continue_command(id, shared, io)
+                }
                 (ConnectionPhase::Serving, None) => self.next_request(shared, io),
                 (ConnectionPhase::Leaving, None) | (ConnectionPhase::Dead, _) => false,
             };
@@ -357,7 +359,7 @@ impl Connection {
     }
 
     /// Makes the next part of command `id`; returns false if it has to wait.
-    fn go_on(&mut self, id: u16, shared: &mut ConnectionContext, io: &mut QueueIo<'_>) -> bool {
+    fn continue_command(&mut self, id: u16, shared: &mut ConnectionContext, io: &mut QueueIo<'_>) -> bool {
         let command = shared.commands.get(id);
         if command.error.is_some() {
             shared.share.leave(self.id);

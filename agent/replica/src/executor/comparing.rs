@@ -207,7 +207,7 @@ impl Executor {
 
     /// Continues comparisons after a page was loaded or a place has become free. Complete ones come first,
     /// because others would take the places of their pages.
-    pub(super) fn go_on_comparing(&mut self, ring: &mut Ring) {
+    pub(super) fn resume_comparing(&mut self, ring: &mut Ring) {
         let mut retried = self.block_sums.waiting.take();
         retried.retain(|slot| !self.finish_if_compared(*slot));
         for slot in retried.drain(..) {

@@ -133,7 +133,7 @@ impl Executor {
         if slot == SUM_SLOT && self.block_sums.job.is_void() {
             // An operation on the directory may have changed the layers meanwhile.
             self.requests.fail(slot, Errno::IO);
-            return self.go_on(slot, kind, ring);
+            return self.continue_request(slot, kind, ring);
         }
         match result {
             Err(errno) if is_passing(errno) => return self.read(slot, kind, piece, ring),
@@ -152,11 +152,11 @@ impl Executor {
         if kind == kind::EDGE {
             self.complete_edge(slot, usize::from(piece.first));
         }
-        self.go_on(slot, kind, ring);
+        self.continue_request(slot, kind, ring);
     }
 
     /// Starts the next step after the last operation of a read, or of the edges of a write, has ended.
-    fn go_on(&mut self, slot: u16, kind: u8, ring: &mut Ring) {
+    fn continue_request(&mut self, slot: u16, kind: u8, ring: &mut Ring) {
         if self.work(slot).pending == 0 && self.requests.take_void(slot) {
             return self.plan_again(slot, ring);
         }

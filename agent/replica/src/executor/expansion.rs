@@ -58,7 +58,7 @@ impl Executor {
         }
         self.requests.forget_kept_rot();
         // No other event wakes requests that wait for pages of the former files.
-        self.go_on_waiting(ring);
+        self.resume_waiting(ring);
         Ok(())
     }
 

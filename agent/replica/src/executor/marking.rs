@@ -40,7 +40,7 @@ impl Executor {
 
     pub(super) fn on_page(&mut self, page_slot: u16, result: Result<usize, Errno>, ring: &mut Ring) {
         match self.region_sets.page_ended(&mut self.state, page_slot, result) {
-            PageEnd::Written => self.go_on_waiting(ring),
+            PageEnd::Written => self.resume_waiting(ring),
             PageEnd::Again => {}
             PageEnd::NoSpace(errno) => self.give_up_waiting(errno),
             PageEnd::Failed(errno) => {
@@ -50,7 +50,7 @@ impl Executor {
     }
 
     /// Looks again at everything that waits.
-    pub(super) fn go_on_waiting(&mut self, ring: &mut Ring) {
+    pub(super) fn resume_waiting(&mut self, ring: &mut Ring) {
         let mut retried = self.region_sets.take_modifications();
         for slot in retried.drain(..) {
             self.start(slot, ring);

@@ -43,7 +43,7 @@ impl Executor {
     ) -> Result<(), ReplicaError> {
         let repaired = self.patch_layer(patch, data, ring);
         // No other event wakes requests that wait for the pages of sets that were written beside the ring.
-        self.go_on_waiting(ring);
+        self.resume_waiting(ring);
         repaired
     }
 

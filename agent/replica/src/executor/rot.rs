@@ -179,7 +179,7 @@ impl Executor {
     }
 
     /// Starts the modifications again that waited for pages of sums: one was read, or an entry is free.
-    pub(super) fn go_on_keeping(&mut self, ring: &mut Ring) {
+    pub(super) fn resume_keeping(&mut self, ring: &mut Ring) {
         let mut retried = self.block_sums.unkept.take();
         for slot in retried.drain(..) {
             self.start(slot, ring);

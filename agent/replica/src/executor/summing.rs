@@ -270,8 +270,8 @@ impl Executor {
             self.sums_are_stored(job, well, is_wanted);
         }
         // Modifications come first: comparisons would take the entries of their pages.
-        self.go_on_keeping(ring);
-        self.go_on_comparing(ring);
+        self.resume_keeping(ring);
+        self.resume_comparing(ring);
     }
 
     /// Continues the run after a page of its sums was written, well or with an error.
@@ -328,8 +328,8 @@ impl Executor {
             self.sums_are_unknown(number);
         }
         // Modifications come first: comparisons would take the entries of their pages.
-        self.go_on_keeping(ring);
-        self.go_on_comparing(ring);
+        self.resume_keeping(ring);
+        self.resume_comparing(ring);
     }
 
     /// Handles a page without valid sums: a crash has torn it, it is damaged, or it was never written. Its

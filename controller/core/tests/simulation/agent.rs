@@ -263,7 +263,7 @@ impl SimAgent {
     ) -> Result<(), String> {
         let (mut instance, mut engine) = self.engine_of(key, attach)?;
         if engine.grant_wanted().is_some_and(|wanted| wanted.view == granted) {
-            go_on(status_of(&mut engine), granted);
+            serve_with_grant(status_of(&mut engine), granted);
             instance.detail = Detail::Engine(engine);
             self.set(key.clone(), instance, events);
         }
@@ -397,7 +397,7 @@ fn next(view: View, members: Members) -> View {
     View { id: ViewId { number: view.id.number + 1, ..view.id }, members }
 }
 
-fn go_on(status: &mut EngineStatus, granted: View) {
+fn serve_with_grant(status: &mut EngineStatus, granted: View) {
     status.grant_wanted = None;
     status.phase = EnginePhase::Serving;
     debug_assert_eq!(granted.id.generation.attach, status.generation.attach);

@@ -369,7 +369,7 @@ async fn take_changes(
             Some(tried) = retries.running.join_next() => {
                 let tried = tried.map_err(|error| FollowError::Lost(error.to_string()));
                 match tried.and_then(|(key, tried)| take_tried(inner, key, tried, followed)) {
-                    Ok(()) => retries.go_on(inner),
+                    Ok(()) => retries.start_next(inner),
                     Err(error) => return error,
                 }
                 if retries.running.is_empty() {
@@ -401,10 +401,10 @@ struct Retries {
 impl Retries {
     fn begin(&mut self, inner: &Arc<Inner>, left_out: &BTreeSet<Key>) {
         self.waiting.extend(left_out.iter().cloned());
-        (0..HOLDS_MAX).for_each(|_| self.go_on(inner));
+        (0..HOLDS_MAX).for_each(|_| self.start_next(inner));
     }
 
-    fn go_on(&mut self, inner: &Arc<Inner>) {
+    fn start_next(&mut self, inner: &Arc<Inner>) {
         let Some(key) = self.waiting.pop_front() else { return };
         let inner = Arc::clone(inner);
         self.running.spawn(async move {

@@ -65,7 +65,7 @@ impl Model {
                 if let Some(underway) = &mut state.engine_mut(engine).underway {
                     underway.change.stored(id(replica));
                 }
-                self.go_on(state, engine);
+                self.install_if_complete(state, engine);
             }
             Message::Granted { engine, .. } => self.granted(state, engine),
             Message::Refused { engine } => {
@@ -92,7 +92,7 @@ impl Model {
         if self.limits.keeps_grants {
             state.host_mut(generation).learn(Some(target));
         }
-        self.go_on(state, engine);
+        self.install_if_complete(state, engine);
     }
 
     fn progress(&self, state: &State, at: &Engine) -> Option<ChangeProgress> {
@@ -106,7 +106,7 @@ impl Model {
     }
 
     /// Installs the proposed view if it is complete.
-    fn go_on(&self, state: &mut State, engine: u8) {
+    fn install_if_complete(&self, state: &mut State, engine: u8) {
         if self.progress(state, state.engine(engine)) != Some(ChangeProgress::Through) {
             return;
         }

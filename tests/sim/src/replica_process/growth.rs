@@ -40,6 +40,6 @@ impl Simulation {
             false => Answer::Done,
         };
         self.answer(op.conn, op.number, outcome);
-        self.go_on_waiting(at);
+        self.resume_waiting(at);
     }
 }

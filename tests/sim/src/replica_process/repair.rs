@@ -66,7 +66,7 @@ impl Simulation {
         for block in rotten {
             self.repair_block(at, block);
         }
-        self.go_on_waiting(at);
+        self.resume_waiting(at);
     }
 
     fn repair_block(&mut self, at: usize, block: u64) {

@@ -193,7 +193,7 @@ async fn try_all_again(inner: &Arc<Inner>, followed: &mut Followed) {
     while let Some(tried) = retries.running.join_next().await {
         let (key, tried) = tried.unwrap();
         take_tried(inner, key, tried, followed).unwrap();
-        retries.go_on(inner);
+        retries.start_next(inner);
     }
 }
 
