@@ -239,7 +239,7 @@ pub struct Decision {
     /// To be carried out in this order.
     pub actions: Vec<Action>,
     /// Look again after this time even if nothing changes: a time limit ends then.
-    pub look_again: Option<Duration>,
+    pub requeue_after: Option<Duration>,
 }
 
 impl Decision {
@@ -277,6 +277,6 @@ impl Decision {
 
     /// Looks again after `wait`, or sooner if that was decided already.
     pub(crate) fn again_after(&mut self, wait: Duration) {
-        self.look_again = Some(self.look_again.map_or(wait, |earlier| earlier.min(wait)));
+        self.requeue_after = Some(self.requeue_after.map_or(wait, |earlier| earlier.min(wait)));
     }
 }

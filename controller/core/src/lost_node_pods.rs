@@ -166,7 +166,7 @@ pub struct PodPlan {
     /// Attachments to delete, because no pod uses them.
     pub detach: Vec<Attachment>,
     /// Look again after this time even if nothing changes.
-    pub look_again: Option<Duration>,
+    pub requeue_after: Option<Duration>,
 }
 
 /// Decides about all pods of a machine. `pods` are to be read after `attachments`: a pod exists before its
@@ -182,7 +182,7 @@ pub fn plan(machine: Machine, pods: &[Pod], attachments: &[Attachment], now: Tim
             None => plan.force_delete.push(pod.clone()),
             Some(why) => {
                 if let KeepReason::Time(left) = why {
-                    plan.look_again = Some(plan.look_again.map_or(left, |sooner| sooner.min(left)));
+                    plan.requeue_after = Some(plan.requeue_after.map_or(left, |sooner| sooner.min(left)));
                 }
                 plan.keep.push((pod.clone(), why));
             }
@@ -255,7 +255,7 @@ pub struct Lost {
     /// By their names in Kubernetes, with the names of their nodes.
     pub machines: BTreeMap<String, NodeName>,
     /// Look again after this time even if nothing changes.
-    pub look_again: Option<Duration>,
+    pub requeue_after: Option<Duration>,
 }
 
 /// Returns the machines that both Kubernetes and this controller have lost, and that a volume of ours is on.
@@ -272,7 +272,7 @@ pub fn lost(kubernetes: &KubernetesCluster, cluster: &ClusterState, agents: &Age
         match reachability_of(agents, now, &node) {
             Reachability::Reachable(_) => {}
             Reachability::Uncertain(left) => {
-                lost.look_again = Some(lost.look_again.map_or(left, |sooner| sooner.min(left)));
+                lost.requeue_after = Some(lost.requeue_after.map_or(left, |sooner| sooner.min(left)));
             }
             Reachability::Unreachable(_) => drop(lost.machines.insert(name.clone(), node)),
         }

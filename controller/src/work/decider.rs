@@ -128,7 +128,7 @@ mod tests {
 
     fn decision() -> (Key, Decision) {
         let actions = vec![Action::Write(Box::new(replica()))];
-        (Key::new(Kind::Volume, "v"), Decision { actions, look_again: None })
+        (Key::new(Kind::Volume, "v"), Decision { actions, requeue_after: None })
     }
 
     #[tokio::test]

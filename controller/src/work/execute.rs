@@ -45,7 +45,7 @@ impl Executor {
                 return RunOutcome::Failed;
             }
         }
-        RunOutcome::Done(decision.look_again)
+        RunOutcome::Done(decision.requeue_after)
     }
 
     async fn act(&self, key: &Key, action: Action) -> bool {
@@ -147,7 +147,7 @@ mod tests {
     }
 
     fn decision(actions: Vec<Action>) -> Decision {
-        Decision { actions, look_again: Some(Duration::from_secs(3)) }
+        Decision { actions, requeue_after: Some(Duration::from_secs(3)) }
     }
 
     fn write(object: Object) -> Action {

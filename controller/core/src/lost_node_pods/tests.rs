@@ -119,7 +119,7 @@ fn each_pod_that_stays_has_its_reason() {
             None => assert_eq!((plan.force_delete, plan.keep), (vec![pod], vec![]), "{what}"),
             Some(why) => {
                 let wait = if let KeepReason::Time(left) = why { Some(left) } else { None };
-                assert_eq!(plan.look_again, wait, "{what}");
+                assert_eq!(plan.requeue_after, wait, "{what}");
                 assert_eq!((plan.force_delete, plan.keep), (vec![], vec![(pod, why)]), "{what}");
             }
         }
@@ -171,7 +171,7 @@ fn attachments_stay_while_a_pod_uses_them() {
 fn the_next_look_is_when_the_first_time_is_over() {
     let evicted = |name: &str, second| Pod { gone_by: Some(at(second)), ..pod(name, &["data"]) };
     let plan = plan(LOST, &[evicted("p", 9), evicted("q", 4)], &[attachment("data", true)], at(0));
-    assert_eq!(plan.look_again, Some(Duration::from_secs(4)));
+    assert_eq!(plan.requeue_after, Some(Duration::from_secs(4)));
 }
 
 fn cluster(wanted_on: Option<&str>, is_on: Option<&str>) -> ClusterState {
@@ -220,8 +220,8 @@ fn a_machine_is_lost_if_kubelet_and_agent_are_silent_and_a_volume_is_there() {
     for (what, kubernetes, cluster, agents, second, is_lost) in table {
         let lost = lost(&kubernetes, &cluster, &agents, at(second));
         assert_eq!(lost.machines.contains_key("machine"), is_lost, "{what}");
-        assert_eq!(lost.look_again, None, "{what}");
+        assert_eq!(lost.requeue_after, None, "{what}");
     }
     let blurred = lost(&kubernetes(false), &here(), &down(), at(limit_s - 3));
-    assert_eq!(blurred, Lost { machines: BTreeMap::new(), look_again: Some(Duration::from_secs(3)) });
+    assert_eq!(blurred, Lost { machines: BTreeMap::new(), requeue_after: Some(Duration::from_secs(3)) });
 }

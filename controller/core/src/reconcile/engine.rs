@@ -7,15 +7,15 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let Some(engine) = context.cluster.engines.get(name) else { return Decision::nothing() };
     let Some(node) = &engine.spec.node_id else {
         let actions = if has_no_volume(context, engine) { vec![remove(engine)] } else { Vec::new() };
-        return Decision { actions, look_again: None };
+        return Decision { actions, requeue_after: None };
     };
     if is_left_behind(context, engine)
         && (engine.status.current_state == CurrentState::Stopped || is_given_up(context, node))
     {
-        return Decision { actions: vec![remove(engine)], look_again: None };
+        return Decision { actions: vec![remove(engine)], requeue_after: None };
     }
     let mut decision = match reachability(context, node) {
-        Reachability::Uncertain(wait) => Decision { look_again: Some(wait), ..Decision::nothing() },
+        Reachability::Uncertain(wait) => Decision { requeue_after: Some(wait), ..Decision::nothing() },
         Reachability::Unreachable(reason) => mark_unreachable(engine, reason),
         Reachability::Reachable(agent) => match engine.spec.desire_state {
             DesireState::Running => run(context, engine, node, agent),

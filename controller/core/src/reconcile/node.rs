@@ -155,7 +155,7 @@ fn give_up(context: &Context<'_>, mut node: Node) -> Decision {
         decision.actions.push(Action::Remove(key, node.metadata.resource_version));
         return decision;
     };
-    let mut decision = Decision { look_again: Some(GIVE_UP_CHECK), ..Decision::nothing() };
+    let mut decision = Decision { requeue_after: Some(GIVE_UP_CHECK), ..Decision::nothing() };
     let stored = node.status.conditions.clone();
     node.status.conditions.set(ConditionType::Ready, Finding::wrong("GivenUp", left), context.now);
     if node.status.conditions != stored {

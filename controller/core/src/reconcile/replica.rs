@@ -22,7 +22,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
 
 fn see(context: &Context<'_>, replica: &Replica, desire_state: DesireState) -> Decision {
     match reachability(context, &replica.spec.node_id) {
-        Reachability::Uncertain(wait) => Decision { look_again: Some(wait), ..Decision::nothing() },
+        Reachability::Uncertain(wait) => Decision { requeue_after: Some(wait), ..Decision::nothing() },
         Reachability::Unreachable(reason) => mark_unreachable(context, replica, reason),
         Reachability::Reachable(agent) => match desire_state {
             DesireState::Running => run(context, replica, agent),

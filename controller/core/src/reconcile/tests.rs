@@ -150,7 +150,7 @@ fn no_place_is_refused_while_nodes_may_still_come() {
             },
             _ => None,
         });
-        (written.unwrap().status.conditions, decision.look_again)
+        (written.unwrap().status.conditions, decision.requeue_after)
     };
     agents.change_all(|agent| {
         agent.link = AgentLink::Down { since: now(), reason: "not reached yet".to_owned() }
@@ -309,7 +309,7 @@ fn a_replica_is_made_beside_a_lost_one_only_once_every_other_node_was_asked() {
             },
             _ => None,
         });
-        (new, decision.look_again)
+        (new, decision.requeue_after)
     };
     let c = NodeName::new("c").unwrap();
     let mut free = agents.by_node().values().next().unwrap().clone();
@@ -575,7 +575,7 @@ fn a_node_brings_up_few_replicas_at_a_time_and_the_neediest_first() {
             matches!(action, Action::Write(object)
                 if matches!(&**object, Object::Replica(new) if new.status.data == DataState::None))
         };
-        (decision.actions.iter().any(is_new), decision.look_again)
+        (decision.actions.iter().any(is_new), decision.requeue_after)
     };
     assert!(decide(busy_cluster(1, 0, 2)).0);
     assert_eq!(decide(busy_cluster(2, 0, 2)), (false, Some(REBUILD_CHECK)), "as many as may be");

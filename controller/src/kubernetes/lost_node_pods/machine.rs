@@ -46,7 +46,7 @@ struct Memory {
 struct Round {
     /// The version of the list of pods: later ones are changes.
     version: String,
-    look_again: Option<Duration>,
+    requeue_after: Option<Duration>,
 }
 
 impl PodForceDeleter {
@@ -89,7 +89,7 @@ impl PodForceDeleter {
             self.round(name, node, memory).await?
         };
         let change = self.await_change(name, &round.version);
-        match round.look_again {
+        match round.requeue_after {
             Some(wait) => tokio::time::timeout(wait, change).await.unwrap_or(Ok(())),
             None => change.await,
         }
@@ -103,12 +103,12 @@ impl PodForceDeleter {
         let (pods, version) = self.pods(name).await?;
         memory.reported.retain(|uid, _| pods.iter().any(|pod| pod.uid == *uid));
         // Of a machine that is gone in Kubernetes, Kubernetes itself removes the pods.
-        let Some(machine) = machine else { return Ok(Round { version, look_again: None }) };
+        let Some(machine) = machine else { return Ok(Round { version, requeue_after: None }) };
         let machine = read::machine(&machine, self.sees(node));
         let plan = lost_node_pods::plan(machine, &pods, &attachments, Timestamp::now());
-        let look_again = plan.look_again;
+        let requeue_after = plan.requeue_after;
         self.carry_out(name, node, plan, &attachments, memory).await?;
-        Ok(Round { version, look_again })
+        Ok(Round { version, requeue_after })
     }
 
     async fn carry_out(

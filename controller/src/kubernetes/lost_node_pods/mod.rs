@@ -82,7 +82,7 @@ impl PodForceDeleter {
                 tracing::warn!(waiting, "more nodes are lost than the controller handles at a time");
             }
             let again = async {
-                match lost.look_again {
+                match lost.requeue_after {
                     Some(wait) => tokio::time::sleep(wait).await,
                     None => std::future::pending().await,
                 }

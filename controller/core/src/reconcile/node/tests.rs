@@ -97,7 +97,7 @@ fn an_engine_of_a_deleted_volume_is_stopped_when_its_node_is_back() {
                 _ => None,
             })
             .collect();
-        (calls, decision.look_again)
+        (calls, decision.requeue_after)
     };
     let of_volume = |calls: &[AgentCall]| match calls {
         [AgentCall::StopInstance { instance, attach }] => Some((instance.name.clone(), *attach)),

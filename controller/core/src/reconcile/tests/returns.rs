@@ -231,7 +231,7 @@ fn a_process_on_a_disk_that_is_given_up_is_stopped_until_it_is_gone() {
     let calls: Vec<&Action> =
         decision.actions.iter().filter(|action| matches!(action, Action::Call(..))).collect();
     assert_eq!(calls, [&Action::Call(NodeName::new("b").unwrap(), stop)]);
-    assert_eq!(decision.look_again, Some(GIVE_UP_CHECK), "a stop that fails is tried again");
+    assert_eq!(decision.requeue_after, Some(GIVE_UP_CHECK), "a stop that fails is tried again");
     agents.get_mut(&NodeName::new("b").unwrap()).unwrap().instances.remove(&forgotten);
     assert!(!decide(&agents).actions.iter().any(|action| matches!(action, Action::Call(..))));
 }

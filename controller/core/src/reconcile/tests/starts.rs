@@ -79,7 +79,7 @@ fn a_start_that_takes_long_is_stored_and_another_one_is_not() {
     else {
         panic!("{quiet:#?}")
     };
-    assert_eq!(quiet.look_again, Some(QUIET_START));
+    assert_eq!(quiet.requeue_after, Some(QUIET_START));
     let slow = decide(&cluster, Kind::Replica, &name(), now() + QUIET_START);
     let [replica] = written(&slow)[..] else { panic!("{slow:#?}") };
     assert_eq!(
@@ -225,7 +225,7 @@ fn health_of_frozen(
         },
         _ => None,
     });
-    (volume.unwrap_or_else(|| cluster.volumes["v"].status.robustness), decision.look_again)
+    (volume.unwrap_or_else(|| cluster.volumes["v"].status.robustness), decision.requeue_after)
 }
 
 #[test]
@@ -277,7 +277,7 @@ fn sends_the_grant_again((mut cluster, agents): (ClusterState, Agents), granted:
             |action| matches!(action, Action::Call(_, AgentCall::Grant { view, .. }) if **view == granted),
         );
         assert_eq!(calls.count(), 1, "time {time}: {decision:#?}");
-        assert!(decision.look_again.is_some_and(|again| again <= START_CHECK));
+        assert!(decision.requeue_after.is_some_and(|again| again <= START_CHECK));
         let emits = |action: &&Action| matches!(action, Action::Emit(event) if event.reason == reason);
         assert_eq!(decision.actions.iter().filter(emits).count(), usize::from(time == 0));
         for action in decision.actions {
