@@ -221,7 +221,7 @@ impl Fleet {
 
     /// Prints the CPU time of the controller since its start.
     async fn cpu(&self, step: &str) {
-        let shown = self.controller.look().await.unwrap();
+        let shown = self.controller.read_metrics().await.unwrap();
         let (cpu, runs) =
             (shown.sum("process_cpu_seconds_total"), shown.sum("shorthorn_controller_reconciles_total"));
         line(&format!("  CPU time after {step}, s; runs of reconcilers"), format!("{cpu:.1}; {runs:.0}"));
@@ -229,12 +229,12 @@ impl Fleet {
 
     async fn idle(&mut self) {
         tokio::time::sleep(self.size.calm).await;
-        let before = self.controller.look().await.unwrap();
+        let before = self.controller.read_metrics().await.unwrap();
         let begun = Instant::now();
         tokio::time::sleep(self.size.measured).await;
         let took = begun.elapsed().as_secs_f64();
         let scraping = Instant::now();
-        let after = self.controller.look().await.unwrap();
+        let after = self.controller.read_metrics().await.unwrap();
         let scrape = scraping.elapsed();
         let grown = |family: &str| after.sum(family) - before.sum(family);
         let cpu = grown("process_cpu_seconds_total") / took * 100.0;

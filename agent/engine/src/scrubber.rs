@@ -231,7 +231,7 @@ impl Scrubber {
                 .filter_map(|(_, check)| check.next_bytes)
                 .min()
                 .filter(|next| *next > offset_bytes);
-            let sums = self.look_at(layer, piece, &checks)?;
+            let sums = self.judge(layer, piece, &checks)?;
             writers.retain(|writer| peers.contains(&writer.peer()));
             for writer in &mut writers {
                 let sum = sums.iter().find(|(peer, _)| *peer == writer.peer()).and_then(|(_, sum)| *sum);
@@ -305,7 +305,7 @@ impl Scrubber {
 
     /// Judges the members' checks of a piece and acts on the result. Returns the sum that each member is to
     /// keep.
-    fn look_at(
+    fn judge(
         &mut self,
         layer: &Layer,
         piece: ByteRange,
@@ -317,8 +317,8 @@ impl Scrubber {
         };
         let mut member_checksums: Vec<MemberChecksums> = checks.iter().map(member).collect();
         let mut scrub_result = compare_checksums(&member_checksums);
-        if scrub_result == ScrubResult::LookFurther {
-            self.look_further(layer, piece, &mut member_checksums);
+        if scrub_result == ScrubResult::CompareShownData {
+            self.read_shown_data(layer, piece, &mut member_checksums);
             scrub_result = compare_checksums(&member_checksums);
         }
         let keep = |peer, is_repaired| sum_to_keep(&member_checksums, &scrub_result, is_repaired, peer);
@@ -329,7 +329,7 @@ impl Scrubber {
             ScrubResult::Equal => return Ok(keep_all(false)),
             ScrubResult::Undecided(odd) => (odd.clone(), Done::Undecided),
             // Some member does not report the shown sum.
-            ScrubResult::LookFurther => {
+            ScrubResult::CompareShownData => {
                 (member_checksums.iter().map(|(peer, _)| *peer).collect(), Done::Undecided)
             }
             ScrubResult::Odd { odd, .. } if !self.command.repair => (odd.clone(), Done::Reported),

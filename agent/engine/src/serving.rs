@@ -217,7 +217,7 @@ impl<'a> Serving<'a> {
 
     /// Returns the bytes of the volume that may differ between members if this process ends now.
     pub fn dirty_bytes(&self) -> u64 {
-        self.shared().look(|core| core.copy_progress().dirty_bytes)
+        self.shared().read_core(|core| core.copy_progress().dirty_bytes)
     }
 
     fn is_copying(&self) -> bool {
@@ -428,7 +428,7 @@ impl<'a> Serving<'a> {
 
     /// Updates the progress of copies, resyncs and scrubs.
     fn poll(&mut self) {
-        let progress = self.shared().look(|core| core.copy_progress());
+        let progress = self.shared().read_core(|core| core.copy_progress());
         let now = Instant::now();
         let is_time_to_log = self.logged.elapsed() >= LOG_INTERVAL;
         if let Some(meter) = &mut self.resync {

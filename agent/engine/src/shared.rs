@@ -97,7 +97,7 @@ impl Shared {
     }
 
     /// Gives another thread read access to the core.
-    pub fn look<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> R {
+    pub fn read_core<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> R {
         at(&lock(&self.core))
     }
 

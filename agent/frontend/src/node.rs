@@ -64,7 +64,7 @@ pub fn publish(
     let action = || format!("make the device node {} for device {device}", path.display());
     let system = |source| FrontendError::System { action: action(), source };
     fs::DirBuilder::new().recursive(true).mode(0o755).create(device_dir).map_err(system)?;
-    let found = look(&path).map_err(system)?;
+    let found = read_node_file(&path).map_err(system)?;
     if let Some(reason) = obstacle(Path::new(SYSFS), device_dir, volume, found, device).map_err(system)? {
         return Err(FrontendError::Refused { action: action(), reason });
     }
@@ -80,7 +80,7 @@ pub fn publish(
 /// The error of the file system.
 pub fn remove(device_dir: &Path, volume: &VolumeName, device: DeviceNumber) -> Result<(), FrontendError> {
     let path = device_dir.join(volume.as_str());
-    let removed = match look(&path) {
+    let removed = match read_node_file(&path) {
         Ok(NodeFile::Node(found)) if found == device => fs::remove_file(&path),
         Ok(_) => Ok(()),
         Err(error) => Err(error),
@@ -216,7 +216,7 @@ enum NodeFile {
     Other(&'static str),
 }
 
-fn look(path: &Path) -> io::Result<NodeFile> {
+fn read_node_file(path: &Path) -> io::Result<NodeFile> {
     let meta = match fs::symlink_metadata(path) {
         Ok(meta) => meta,
         Err(error) if is_gone(&error) => return Ok(NodeFile::Nothing),
@@ -286,7 +286,7 @@ fn nodes(sysfs: &Path, device_dir: &Path) -> io::Result<Vec<DeviceNode>> {
         let Some(volume) = entry.file_name().to_str().and_then(|name| VolumeName::new(name).ok()) else {
             continue;
         };
-        if let NodeFile::Node(device) = look(&entry.path())? {
+        if let NodeFile::Node(device) = read_node_file(&entry.path())? {
             nodes.push(DeviceNode { volume, device, live: is_live(sysfs, device) });
         }
     }

@@ -144,7 +144,7 @@ fn runs(name: &str) -> bool {
 fn kubelet(config: &Config) -> Kubelet {
     let root = match config.csi {
         CsiChoice::Off => None,
-        CsiChoice::On | CsiChoice::Auto => KubeletRoots::new(config.kubelet_root.clone()).look(),
+        CsiChoice::On | CsiChoice::Auto => KubeletRoots::new(config.kubelet_root.clone()).find(),
     };
     // The mounts of the host: the agent may have its own.
     let mounts =

@@ -44,7 +44,7 @@ pub fn usual_devices() -> anyhow::Result<Vec<BlockDevice>> {
             return BlockDevice { transport, ..unexamined(name) };
         }
         let failed = |error: anyhow::Error| BlockDevice { problem: format!("{error:#}"), ..unexamined(name) };
-        look(name, &links).unwrap_or_else(failed)
+        read_device(name, &links).unwrap_or_else(failed)
     });
     Ok(found.collect())
 }
@@ -85,7 +85,7 @@ pub fn device_at(path: &Path) -> anyhow::Result<BlockDevice> {
     let number = DeviceNumber::of(metadata.rdev());
     let link = fs::read_link(format!("/sys/dev/block/{number}")).with_context(|| shown.to_string())?;
     let name = link.file_name().map(|name| name.to_string_lossy().into_owned());
-    let device = look(&name.with_context(|| format!("{shown} has no name"))?, &links_by_id())?;
+    let device = read_device(&name.with_context(|| format!("{shown} has no name"))?, &links_by_id())?;
     Ok(BlockDevice { is_named: true, ..device })
 }
 
@@ -151,7 +151,7 @@ fn first_of(texts: impl IntoIterator<Item = String>) -> String {
     texts.into_iter().find(|text| !text.is_empty()).unwrap_or_default()
 }
 
-fn look(name: &str, links: &HashMap<u64, PathBuf>) -> anyhow::Result<BlockDevice> {
+fn read_device(name: &str, links: &HashMap<u64, PathBuf>) -> anyhow::Result<BlockDevice> {
     let folder = Path::new(SYSFS).join(name);
     let path = Path::new("/dev").join(name);
     let number = attribute(name, "dev");

@@ -57,13 +57,13 @@ pub struct MetricsInputs {
 pub struct AgentMetrics {
     shown: OnceLock<MetricsInputs>,
     /// A lock held while disks are probed, even if the caller is gone: a hanging disk gets no second probe.
-    looking: Arc<Mutex<()>>,
+    reading: Arc<Mutex<()>>,
 }
 
 impl AgentMetrics {
     /// Returns the metrics of an agent that does not serve yet.
     pub fn new() -> Arc<AgentMetrics> {
-        Arc::new(AgentMetrics { shown: OnceLock::new(), looking: Arc::default() })
+        Arc::new(AgentMetrics { shown: OnceLock::new(), reading: Arc::default() })
     }
 
     /// Sets the sources when the agent begins to serve.
@@ -95,28 +95,32 @@ impl MetricsSource for AgentMetrics {
         if let Some(tls) = &shown.tls {
             show_certificate(tls.expiry_s().unwrap_or_default(), page);
         }
-        let looked =
-            look(Arc::clone(&self.looking), Arc::clone(&shown.disks), shown.device_dir.clone()).await;
-        show_answer(looked.is_some(), page);
-        if let Some((disks, devices)) = looked {
+        let reading = Arc::clone(&self.reading);
+        let found = read_disks(reading, Arc::clone(&shown.disks), shown.device_dir.clone()).await;
+        show_answer(found.is_some(), page);
+        if let Some((disks, devices)) = found {
             show_disks(&disks, page);
             show_devices(&devices, page);
         }
     }
 }
 
-type Looked = (Vec<v1::Disk>, Vec<v1::Device>);
+type DisksAndDevices = (Vec<v1::Disk>, Vec<v1::Device>);
 
 /// Returns the disks and devices; none if they cannot be read in time.
-async fn look(looking: Arc<Mutex<()>>, disks: Arc<Disks>, device_dir: PathBuf) -> Option<Looked> {
-    let alone = looking.try_lock_owned().ok()?;
-    let look = tokio::task::spawn_blocking(move || {
+async fn read_disks(
+    reading: Arc<Mutex<()>>,
+    disks: Arc<Disks>,
+    device_dir: PathBuf,
+) -> Option<DisksAndDevices> {
+    let alone = reading.try_lock_owned().ok()?;
+    let read = tokio::task::spawn_blocking(move || {
         let _alone = alone;
         // The existence of an engine does not matter: volumes without one are counted as recovering
         // elsewhere.
         (disks.list(), devices::list(&device_dir, |_| true).unwrap_or_default())
     });
-    tokio::time::timeout(DISKS_LIMIT, look).await.ok()?.ok()
+    tokio::time::timeout(DISKS_LIMIT, read).await.ok()?.ok()
 }
 
 /// Returns the counters of each engine; those that do not answer are left out.

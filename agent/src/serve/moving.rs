@@ -83,7 +83,7 @@ impl AddressFollower {
             if timeout(pause, network.changed()).await.is_ok() {
                 sleep(DEBOUNCE).await;
             }
-            network.look().await;
+            network.update().await;
         }
     }
 }

@@ -94,7 +94,7 @@ impl Controller {
         self.csi.clone()
     }
 
-    pub async fn look(&self) -> Option<MetricsSample> {
+    pub async fn read_metrics(&self) -> Option<MetricsSample> {
         let metrics = self.metrics;
         let answer = tokio::task::spawn_blocking(move || get(metrics, "/metrics")).await.unwrap();
         answer.ok().filter(|(status, _)| *status == 200).map(|(_, text)| MetricsSample(samples(&text)))
@@ -103,7 +103,7 @@ impl Controller {
     /// Waits until the metrics look like that.
     pub async fn until(&self, what: &str, seen: impl Fn(&MetricsSample) -> bool) {
         let deadline = Instant::now() + LIMIT;
-        while !self.look().await.is_some_and(|shown| seen(&shown)) {
+        while !self.read_metrics().await.is_some_and(|shown| seen(&shown)) {
             assert!(Instant::now() < deadline, "never {what}");
             tokio::time::sleep(POLL).await;
         }

@@ -78,7 +78,7 @@ async fn sync(
     node: &NodeName,
     client: &mut Client,
 ) -> Result<Streaming<v1::InstanceEvent>, Status> {
-    let (version, warnings) = look(fleet, node, client).await?;
+    let (version, warnings) = take_over(fleet, node, client).await?;
     let mut stream = client.watch_instances(v1::WatchInstancesRequest {}).await?.into_inner();
     let everything = collect(&mut stream);
     let instances = tokio::time::timeout(SYNC_LIMIT, everything)
@@ -98,7 +98,11 @@ async fn sync(
 }
 
 /// Takes over the identity and the disks of the agent; returns its version and its warnings.
-async fn look(fleet: &Fleet, node: &NodeName, client: &mut Client) -> Result<(String, Vec<String>), Status> {
+async fn take_over(
+    fleet: &Fleet,
+    node: &NodeName,
+    client: &mut Client,
+) -> Result<(String, Vec<String>), Status> {
     let _asking = fleet.ask_for_disks(node).await;
     let mut second = client.clone();
     // Both at once: their frames share the wake-ups of the connection.
@@ -148,7 +152,7 @@ async fn listen(
                 Ok(None) => return Status::unavailable("the agent ended the stream"),
                 Err(error) => return error,
             },
-            () = &mut look_at_disks => match look(fleet, node, client).await {
+            () = &mut look_at_disks => match take_over(fleet, node, client).await {
                 Ok(_) => {
                     fleet.queue.add([Key::new(Kind::Node, node.as_str())]);
                     look_at_disks.as_mut().reset(next_look());

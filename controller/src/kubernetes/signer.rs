@@ -83,7 +83,7 @@ pub async fn run(client: kube::Client, tls: Arc<Tls>) {
     let api: Api<CertificateSigningRequest> = Api::all(client);
     let (mut failures, mut attempts) = (0_u32, AllAttempts::new());
     loop {
-        match look(&api, &tls, &mut attempts).await {
+        match decide_requests(&api, &tls, &mut attempts).await {
             Ok(()) => failures = 0,
             Err(error) => {
                 if failures == 0 {
@@ -101,7 +101,7 @@ pub async fn run(client: kube::Client, tls: Arc<Tls>) {
 }
 
 /// Looks at all requests, also at those behind many that are decided: Kubernetes keeps these for an hour.
-async fn look(
+async fn decide_requests(
     api: &Api<CertificateSigningRequest>,
     tls: &Tls,
     attempts: &mut AllAttempts,
@@ -466,7 +466,11 @@ mod tests {
         }
         assert!(seconds > 600, "it is given up after {seconds} s");
         signing.abort();
-        assert_eq!(tls.look(|authority| authority.issued().len()).await, 1, "one certificate is signed");
+        assert_eq!(
+            tls.read_authority(|authority| authority.issued().len()).await,
+            1,
+            "one certificate is signed"
+        );
     }
 
     #[tokio::test(start_paused = true)]
@@ -487,7 +491,7 @@ mod tests {
         tokio::time::sleep(LOOK_PAUSE_MAX).await;
         signing.abort();
         assert!(api.is_signed(), "it is not signed soon after the store works again");
-        assert_eq!(tls.look(|authority| authority.issued().len()).await, 1);
+        assert_eq!(tls.read_authority(|authority| authority.issued().len()).await, 1);
     }
 
     #[tokio::test(start_paused = true)]
@@ -501,6 +505,6 @@ mod tests {
         tokio::time::sleep(Duration::from_secs(60)).await;
         signing.abort();
         assert!(api.is_signed());
-        assert_eq!(tls.look(|authority| authority.issued().len()).await, 1);
+        assert_eq!(tls.read_authority(|authority| authority.issued().len()).await, 1);
     }
 }

@@ -194,9 +194,9 @@ impl Tls {
         (authority_s, own)
     }
 
-    /// Looks at the CA.
-    pub(crate) async fn look<T>(&self, look: impl FnOnce(&Authority) -> T) -> T {
-        look(&*self.authority.read().await)
+    /// Reads the CA.
+    pub(crate) async fn read_authority<T>(&self, read: impl FnOnce(&Authority) -> T) -> T {
+        read(&*self.authority.read().await)
     }
 
     /// A new certificate for this controller, if its own is due.
@@ -229,7 +229,7 @@ impl Tls {
 
     /// Enrolled nodes that have not shown the present trust list.
     pub(crate) async fn nodes_behind(&self) -> Vec<String> {
-        self.look(|authority| self.behind(authority)).await
+        self.read_authority(|authority| self.behind(authority)).await
     }
 
     /// The same for a CA that is locked.
@@ -322,7 +322,7 @@ mod tests {
         ca_storage.0.store(true, std::sync::atomic::Ordering::SeqCst);
         let revoked = tls.change(|authority| authority.revoke(|_| true, now())).await;
         assert!(matches!(revoked, Err(TlsError::CaStorage(_))), "{revoked:?}");
-        assert_eq!(tls.look(|authority| authority.revoked().len()).await, 0);
+        assert_eq!(tls.read_authority(|authority| authority.revoked().len()).await, 0);
         assert!(tls.credentials().current().trust.revoked().is_empty());
         assert_eq!(tls.nodes_behind().await, ["a"]);
     }
@@ -348,7 +348,7 @@ mod tests {
     #[tokio::test]
     async fn metrics_do_not_wait_for_a_store_of_the_ca() {
         let tls = Tls::open(Arc::<Hanging>::default(), "c0ffee").await.unwrap();
-        let end_s = tls.look(Authority::expires_at_s).await;
+        let end_s = tls.read_authority(Authority::expires_at_s).await;
         let changing = Arc::clone(&tls);
         let issuing = tokio::spawn(async move {
             changing.change(|authority| authority.issue(&Role::node("a").unwrap(), now())).await
@@ -390,7 +390,7 @@ mod tests {
         assert_eq!(tls.expiry_s().0, before);
         tls.change(Authority::switch_signer).await.unwrap();
         assert!(tls.expiry_s().0 > before);
-        assert_eq!(tls.expiry_s().0, tls.look(Authority::expires_at_s).await);
+        assert_eq!(tls.expiry_s().0, tls.read_authority(Authority::expires_at_s).await);
     }
 
     #[tokio::test]
@@ -402,7 +402,7 @@ mod tests {
             let store = RedbStore::open(&path).unwrap();
             let cluster = crate::store::Store::cluster(&store).to_owned();
             let tls = Tls::open(store.ca_storage(), &cluster).await.unwrap();
-            pins.push(tls.look(|authority| authority.pin().unwrap()).await);
+            pins.push(tls.read_authority(|authority| authority.pin().unwrap()).await);
             let node = Role::node("a").unwrap();
             tls.change(|authority| authority.issue(&node, now())).await.unwrap();
             let other = Tls::open(store.ca_storage(), "another").await;

@@ -37,7 +37,7 @@ impl Tls {
                 tracing::error!(%error, "the certificate of this controller cannot be renewed");
             }
             let known: BTreeSet<NodeName> = fleet.connected().into_iter().collect();
-            failures = if self.look_at(&fleet).await { failures.saturating_add(1) } else { 0 };
+            failures = if self.renew_nodes(&fleet).await { failures.saturating_add(1) } else { 0 };
             let pause = if failures == 0 { EVERY } else { EVERY.min(SOON * (1 << failures.min(8))) };
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
@@ -61,8 +61,8 @@ impl Tls {
         }
     }
 
-    /// Looks at each agent in reach. Returns whether one of them is to be looked at again soon.
-    async fn look_at(self: &Arc<Tls>, fleet: &Fleet) -> bool {
+    /// Renews the certificates of the agents in reach that are due. Returns true if one of them failed.
+    async fn renew_nodes(self: &Arc<Tls>, fleet: &Fleet) -> bool {
         let mut waiting = fleet.connected().into_iter();
         let (mut asking, mut is_behind) = (JoinSet::new(), false);
         loop {
@@ -145,7 +145,8 @@ impl Tls {
         if !is_due(&state, now().as_secs()) && state.signer_pin == signer {
             return Ok(state);
         }
-        let lately = self.look(|authority| signed_lately(authority, node.as_str(), now().as_secs())).await;
+        let lately =
+            self.read_authority(|authority| signed_lately(authority, node.as_str(), now().as_secs())).await;
         if lately >= SIGNED_PER_DAY_MAX {
             return Err(Status::resource_exhausted(format!(
                 "{lately} certificates were signed for it within a day, and it does not use them: look at \

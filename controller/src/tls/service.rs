@@ -37,14 +37,14 @@ impl TlsApi {
     }
 
     async fn certificates(&self, chain: Vec<CertificateDer<'static>>) -> Result<v1::Certificates, Status> {
-        let trust = self.0.look(Authority::trust).await.map_err(|error| status(error.into()))?;
+        let trust = self.0.read_authority(Authority::trust).await.map_err(|error| status(error.into()))?;
         let chain = chain.iter().map(|der| der.to_vec()).collect();
         Ok(v1::Certificates { chain, trust: Some(trust_message(&trust)) })
     }
 
     async fn state(&self) -> Result<v1::TlsState, Status> {
         let nodes_behind = self.0.nodes_behind().await;
-        let state = self.0.look(|authority| {
+        let state = self.0.read_authority(|authority| {
             let trust = authority.trust()?;
             let now_s = now().as_secs();
             let valid = authority.issued().iter().filter(|issued| issued.not_after >= now_s);

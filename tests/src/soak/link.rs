@@ -183,7 +183,7 @@ impl LinkState {
     fn forward(&self, way: Way, mut from: &TcpStream, mut to: &TcpStream) {
         let mut chunk = vec![0; CHUNK_BYTES];
         while let Ok(length) = from.read(&mut chunk) {
-            self.look(way, &chunk[..length]);
+            self.record_clear_frame(way, &chunk[..length]);
             // The end of a connection does not pass either.
             let Ok(pieces) = self.wait_until_open(way).map(|()| self.pieces(way, &mut chunk[..length]))
             else {
@@ -197,7 +197,7 @@ impl LinkState {
     }
 
     /// Records a chunk that begins with the header of a frame: encrypted ones begin with that of a record.
-    fn look(&self, way: Way, chunk: &[u8]) {
+    fn record_clear_frame(&self, way: Way, chunk: &[u8]) {
         if way == Way::ToReplica && chunk.starts_with(FRAME_MAGIC) {
             self.lock().has_seen_clear = true;
         }

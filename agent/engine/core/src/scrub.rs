@@ -66,7 +66,7 @@ impl Scrub {
     }
 
     /// Makes the scrub compare the range again, block by block, unless it has started over since.
-    pub fn look_closer(&mut self, range: ByteRange) {
+    pub fn read_single_blocks(&mut self, range: ByteRange) {
         if self.next_bytes == range.end() {
             (self.next_bytes, self.narrow_until_bytes) = (range.offset(), range.end());
         }
@@ -204,9 +204,9 @@ mod tests {
     fn a_closer_look_compares_each_block_of_the_piece_and_no_other() {
         let mut scrub = scrub(0);
         assert_eq!(scrub.next_step(3 << 20), ScrubStep::Compare(range(0, 256)));
-        scrub.look_closer(range(0, 128));
+        scrub.read_single_blocks(range(0, 128));
         assert_eq!(scrub.at_bytes(), range(0, 256).end(), "it is elsewhere");
-        scrub.look_closer(range(0, 256));
+        scrub.read_single_blocks(range(0, 256));
         for block in 0..256 {
             assert_eq!(scrub.next_step(3 << 20), ScrubStep::Compare(range(block, 1)));
         }

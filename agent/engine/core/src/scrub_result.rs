@@ -62,7 +62,7 @@ pub enum ScrubResult {
     /// All members agree.
     Equal,
     /// The result depends on [`ReplicaChecksums::shown`] of all members that can read the range.
-    LookFurther,
+    CompareShownData,
     /// Some members are wrong, and others are right.
     Odd {
         /// Members with wrong data.
@@ -125,7 +125,7 @@ fn by_kept_sums(member_checksums: &[MemberChecksums], sound: &[&MemberChecksums]
         if checksums.kept.is_none() && checksums.sum.is_some() {
             let shown = sound.iter().map(|(_, other)| other.shown);
             if checksums.shown.is_none() || shown.clone().any(|shown| shown.is_none()) {
-                return ScrubResult::LookFurther;
+                return ScrubResult::CompareShownData;
             }
             if shown.clone().any(|shown| shown == checksums.shown) {
                 continue;
@@ -146,7 +146,7 @@ fn by_majority(member_checksums: &[MemberChecksums]) -> ScrubResult {
         member_checksums.iter().filter(|(_, checksums)| checksums.sum.is_some()).collect();
     let all = || member_checksums.iter().map(|(peer, _)| *peer).collect();
     if readable.len() > 1 && readable.iter().any(|(_, checksums)| checksums.shown.is_none()) {
-        return ScrubResult::LookFurther;
+        return ScrubResult::CompareShownData;
     }
     let with = |shown| readable.iter().filter(move |(_, checksums)| checksums.shown == shown);
     let Some(largest) =
@@ -253,7 +253,7 @@ pub fn sum_to_keep(
             let is_agreed = is_repaired && member_checksums.len() - odd.len() >= 2;
             !odd.contains(&peer) && (is_agreed || is_proven(member_checksums, checksums))
         }
-        ScrubResult::LookFurther | ScrubResult::Undecided(_) => false,
+        ScrubResult::CompareShownData | ScrubResult::Undecided(_) => false,
     };
     if is_confirmed { checksums.sum } else { checksums.kept }
 }
@@ -367,7 +367,7 @@ mod tests {
             ("both have changed", &[(2, 1, 2), (3, 1, 3)], ScrubResult::Undecided(vec![0, 1])),
             ("nor here, but two agree", &[(2, 1, 2), (3, 1, 3), (2, NONE, 2)], odd(&[1], &[0, 2])),
             ("a new one without a sum is the same", &[(1, 1, NONE), (1, NONE, NONE)], ScrubResult::Equal),
-            ("a new one is not", &[(1, 1, NONE), (2, NONE, NONE)], ScrubResult::LookFurther),
+            ("a new one is not", &[(1, 1, NONE), (2, NONE, NONE)], ScrubResult::CompareShownData),
             ("a new one that shows the same", &[(1, 1, 7), (2, NONE, 7)], ScrubResult::Equal),
             ("a new one that shows something else", &[(1, 1, 7), (2, NONE, 8)], odd(&[1], &[0])),
             ("a new one as the first was", &[(2, 9, 2), (9, NONE, 9), (2, NONE, 2)], odd(&[0, 2], &[1])),
@@ -388,7 +388,7 @@ mod tests {
 
     #[test]
     fn without_kept_sums_the_shown_contents_are_compared() {
-        assert_eq!(scrub_result(&[(1, NONE, NONE), (2, NONE, NONE)]), ScrubResult::LookFurther);
+        assert_eq!(scrub_result(&[(1, NONE, NONE), (2, NONE, NONE)]), ScrubResult::CompareShownData);
         assert_eq!(scrub_result(&[(1, NONE, 7), (2, NONE, 7)]), ScrubResult::Equal, "laid out otherwise");
         assert_eq!(scrub_result(&[(1, NONE, 7), (2, NONE, 8)]), ScrubResult::Undecided(vec![0, 1]));
         assert_eq!(scrub_result(&[(1, NONE, 7), (2, NONE, 7), (3, NONE, 8)]), odd(&[2], &[0, 1]));

@@ -47,7 +47,7 @@ pub async fn forget_in_vain<E: ServingEngine>(
     if welcome.tracks.is_empty() {
         return Ok(());
     }
-    let Some(view) = engine.look(|core| core.membership().view()) else { return Ok(()) };
+    let Some(view) = engine.read_core(|core| core.membership().view()) else { return Ok(()) };
     let pending = engine.pending_view();
     let honoured = pending.iter().flat_map(|pending| pending.honoured.views());
     let proposed = pending.iter().map(|pending| &pending.view);
@@ -66,7 +66,7 @@ fn wanted(engine: &impl ServingEngine) -> Members {
 /// the set in vain until their next handshake.
 pub async fn give_up<E: ServingEngine>(engine: &E) -> Vec<(ReplicaId, E::Error)> {
     let mut failed = Vec::new();
-    let Some(view) = engine.look(|core| core.membership().view()) else { return failed };
+    let Some(view) = engine.read_core(|core| core.membership().view()) else { return failed };
     let known = ReplicaReport { committed: view, proposed: Vec::new() };
     for (peer, KnownPeer { replica, .. }) in members(engine).unwrap_or_default() {
         let member = Address { peer, replica };

@@ -100,7 +100,7 @@ pub async fn rebuild<C: ReplicaRebuild>(
     match &rebuilt {
         Ok(()) => bad_sources.clear(),
         Err(RebuildError::SourceFailed { source, .. } | RebuildError::Unread { member: source, .. }) => {
-            let members = engine.look(|core| core.membership().view().members).unwrap_or_default();
+            let members = engine.read_core(|core| core.membership().view().members).unwrap_or_default();
             bad_sources.failed(*source, &members);
         }
         Err(_) => {}
@@ -143,9 +143,9 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
         self.hand_to_core(lack, size_bytes).await
     }
 
-    /// Looks at the core, if the number is still that of the replica.
-    fn look<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Result<R, RebuildError<Error<C>>> {
-        let seen = self.engine.look(|core| self.is_known_to(core).then(|| at(core)));
+    /// Reads the core, if the number is still that of the replica.
+    fn read_core<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Result<R, RebuildError<Error<C>>> {
+        let seen = self.engine.read_core(|core| self.is_known_to(core).then(|| at(core)));
         seen.flatten().ok_or(RebuildError::Ended)
     }
 
@@ -173,7 +173,7 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
     /// Returns whether it lacks more than is counted, as its disk has not kept all that it had stored before
     /// it left.
     fn was_restored(&self, peer: &KnownPeer, welcome: &Welcome) -> Result<bool, RebuildError<Error<C>>> {
-        let sent = self.look(|core| core.stamp_of(self.me))?;
+        let sent = self.read_core(|core| core.stamp_of(self.me))?;
         let is_counted = peer.is_complete && !welcome.rebuilding;
         let lost = sent.filter(|sent| is_counted && !is_current(welcome.stamp, *sent));
         Ok(lost.inspect(|sent| self.rebuild_task.report_restored(welcome.stamp, *sent)).is_some())
@@ -182,7 +182,7 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
     /// Sends the replica the current view, and the pending one to store. If too few of the others are left,
     /// this replica may complete the quorum.
     async fn bring_views(&self, report: &ReplicaReport) -> Result<(), RebuildError<Error<C>>> {
-        let view = self.look(|core| core.membership().view())?;
+        let view = self.read_core(|core| core.membership().view())?;
         if report.committed.id < view.id {
             self.send_view().await?;
         }
@@ -197,7 +197,7 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
 
     /// Has it learn the current view.
     async fn send_view(&self) -> Result<(), RebuildError<Error<C>>> {
-        let view = self.look(|core| core.membership().view())?;
+        let view = self.read_core(|core| core.membership().view())?;
         let committed = ReplicaReport { committed: view, proposed: Vec::new() };
         let sent = self.control().commit(view, &committed).await;
         sent.map_err(RebuildError::while_doing("telling it the view"))
@@ -257,7 +257,7 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
     /// The members.
     fn sources(&self) -> Result<Vec<Source>, RebuildError<Error<C>>> {
         let members = members(self.engine).ok_or(RebuildError::Ended)?;
-        self.look(|core| {
+        self.read_core(|core| {
             let source = |(index, peer): (PeerIndex, KnownPeer)| {
                 let losses = core.membership().losses_of_member(index)?;
                 let has_failed = self.bad_sources.has_failed(peer.replica);
@@ -318,7 +318,7 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
         self.add_out_of_sync(&trackers, self.replica, &RegionSet::empty(regions.count()), regions).await?;
         let missing = self.find_data(source, layers, regions).await?;
         self.add_out_of_sync(&trackers, self.replica, &missing, regions).await?;
-        match self.look(|core| source.has_stayed(core))? {
+        match self.read_core(|core| source.has_stayed(core))? {
             true => Ok(missing),
             false => Err(RebuildError::NotYet(SOURCE_HAS_LEFT)),
         }
@@ -385,7 +385,7 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
 
     /// Returns the replicas outside the view that it may keep an out-of-sync set of.
     fn others(&self, welcome: &Welcome) -> Result<Vec<ReplicaId>, RebuildError<Error<C>>> {
-        let view = self.look(|core| core.membership().view())?;
+        let view = self.read_core(|core| core.membership().view())?;
         let mut others: Vec<ReplicaId> = welcome.tracks.iter().collect();
         // It may have begun these by storing a view in this attempt.
         others.extend(welcome.report.views().flat_map(|view| view.members.iter()));
@@ -465,7 +465,7 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
         let (replica, regions) = (self.replica, self.engine.regions());
         self.add_out_of_sync(trackers, replica, &RegionSet::empty(regions.count()), regions).await?;
         let (out_of_sync, regions) =
-            self.look(|core| (core.out_of_sync(self.me).cloned(), core.regions()))?;
+            self.read_core(|core| (core.out_of_sync(self.me).cloned(), core.regions()))?;
         // If the core has none any more, the replica is a member.
         match out_of_sync {
             Some(out_of_sync) => self.add_out_of_sync(trackers, replica, &out_of_sync, regions).await,
@@ -477,10 +477,10 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
     /// stamps too, over another connection: it must not be left with an older one.
     async fn stamp(&self) -> Result<(), RebuildError<Error<C>>> {
         for _ in 0..STAMP_TRIES {
-            let stamp = self.look(EngineCore::stamp)?;
+            let stamp = self.read_core(EngineCore::stamp)?;
             let sent = self.control().mark(&MarkRegions::stamp(stamp)).await;
             sent.map_err(RebuildError::while_doing("sending it a stamp"))?;
-            if self.look(EngineCore::stamp)? == stamp {
+            if self.read_core(EngineCore::stamp)? == stamp {
                 return Ok(());
             }
         }
@@ -505,7 +505,7 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
     /// Returns the replicas that have to count the regions that this one misses: the members and the future
     /// members.
     fn trackers(&self) -> Result<Vec<Address>, RebuildError<Error<C>>> {
-        self.look(|core| self.counting(core))
+        self.read_core(|core| self.counting(core))
     }
 
     fn counting(&self, core: &EngineCore) -> Vec<Address> {
@@ -527,7 +527,7 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
         regions: Regions,
     ) -> Result<(), RebuildError<Error<C>>> {
         let found = self.engine.find(replica);
-        let stamp = found.map_or(Ok(None), |(at, _)| self.look(|core| core.stamp_of(at)))?.unwrap_or(0);
+        let stamp = found.map_or(Ok(None), |(at, _)| self.read_core(|core| core.stamp_of(at)))?.unwrap_or(0);
         for tracker in trackers {
             for runs in pages(out_of_sync) {
                 let (of, size_bytes) = (RegionsOf::OutOfSync(replica), regions.size_bytes());

@@ -63,8 +63,8 @@ pub trait ServingEngine {
     /// Returns true if no queue has a connection to the replica.
     fn is_disconnected(&self, peer: PeerIndex) -> bool;
 
-    /// Looks at the core; none if the process is ending.
-    fn look<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Option<R>;
+    /// Reads the core; none if the process is ending.
+    fn read_core<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Option<R>;
 
     /// Changes the core atomically and has its outputs performed. None if the process is ending. `act` may
     /// ask the engine for its peers and its size.
@@ -96,7 +96,7 @@ pub trait ServingEngine {
 
 /// Returns the replicas in the view with their numbers, those on this host first.
 pub fn members(engine: &impl ServingEngine) -> Option<Vec<(PeerIndex, KnownPeer)>> {
-    let view = engine.look(|core| core.membership().view())?;
+    let view = engine.read_core(|core| core.membership().view())?;
     let mut members = engine.peers();
     members.retain(|(_, peer)| view.members.contains(peer.replica));
     members.sort_by_key(|(_, peer)| !peer.is_local);

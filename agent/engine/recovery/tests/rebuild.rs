@@ -198,7 +198,7 @@ impl ServingEngine for Engine {
         true
     }
 
-    fn look<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Option<R> {
+    fn read_core<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Option<R> {
         Some(at(&self.core.borrow()))
     }
 

@@ -67,7 +67,7 @@ impl RebuildTask {
             })?;
             self.tell_lost(&layer, &mut progress);
             // Once the layer counts as whole, no later attempt copies it again.
-            if !self.context.shared.look(|core| source.has_stayed(core)) {
+            if !self.context.shared.read_core(|core| source.has_stayed(core)) {
                 return Err(RebuildError::NotYet(SOURCE_HAS_LEFT));
             }
             self.context
@@ -189,7 +189,7 @@ impl RebuildTask {
         let mut search = BlockSearch::after(layer.source, range, error, unread)?;
         for other in layer.others {
             let read = self.read_snapshot(*other, layer.image, at, block);
-            let has_stayed = self.context.shared.look(|core| other.has_stayed(core));
+            let has_stayed = self.context.shared.read_core(|core| other.has_stayed(core));
             if search.answered(*other, has_stayed, read)? {
                 return Ok(true);
             }

@@ -52,8 +52,8 @@ impl ServingEngine for EngineContext {
         self.shared.is_disconnected(peer)
     }
 
-    fn look<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Option<R> {
-        Some(self.shared.look(at))
+    fn read_core<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Option<R> {
+        Some(self.shared.read_core(at))
     }
 
     fn decide<R>(&self, act: impl FnOnce(&mut EngineCore, &mut Outputs) -> R) -> Option<R> {

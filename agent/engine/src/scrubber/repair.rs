@@ -164,7 +164,7 @@ fn blocks(bytes: u64) -> u32 {
 impl Scrubber {
     /// Reads the piece of the snapshot as a reader sees it, from each member that can read it. Members that
     /// hold the same data in different layers do not differ.
-    pub(super) fn look_further(
+    pub(super) fn read_shown_data(
         &mut self,
         layer: &Layer,
         piece: ByteRange,

@@ -50,7 +50,7 @@ impl Serving<'_> {
     /// Returns the time for which the dropped replica stays out, and a description of it.
     fn delay_of(&mut self, peer: PeerIndex, cause: DropCause) -> (RebuildDelay, String) {
         let peers = self.context().known_peers();
-        let members = self.shared().look(|core| {
+        let members = self.shared().read_core(|core| {
             let is_member = |index: PeerIndex| core.membership().state(index) == PeerState::Member;
             peers.iter().filter(|(index, _)| is_member(*index)).count()
         });

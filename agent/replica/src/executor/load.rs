@@ -31,7 +31,7 @@ impl Loaded {
         views: ReplicaViews,
         sum_bytes_per_s: u64,
     ) -> Result<Loaded, ReplicaError> {
-        let found = look_at(store, owner, views, sum_bytes_per_s > 0)?;
+        let found = read_files(store, owner, views, sum_bytes_per_s > 0)?;
         let mut region_sets = RegionSets::new()
             .map_err(|source| ReplicaError::system("map memory for pages of regions", source))?;
         let mut shelf = Shelf { store, files: region_sets.files_mut(), owner };
@@ -92,7 +92,7 @@ fn open_sums(store: &mut Store, state: &mut ReplicaState) -> Result<Option<Block
 }
 
 /// Reads the files that the directory has beside the data.
-fn look_at(
+fn read_files(
     store: &Store,
     owner: &Owner,
     views: ReplicaViews,

@@ -174,8 +174,8 @@ impl Driver {
     fn root(&self) -> Option<PathBuf> {
         match self.config.csi {
             // The directory is made if it is missing.
-            CsiChoice::On => Some(self.finder.look().unwrap_or_else(|| self.finder.first_candidate())),
-            _ => self.finder.look(),
+            CsiChoice::On => Some(self.finder.find().unwrap_or_else(|| self.finder.first_candidate())),
+            _ => self.finder.find(),
         }
     }
 
@@ -208,7 +208,7 @@ impl Driver {
                 );
                 return Ok(());
             }
-            if self.finder.look().is_some_and(|now| now != root) {
+            if self.finder.find().is_some_and(|now| now != root) {
                 tracing::warn!(root = %root.display(), "kubelet has another directory now");
                 return Ok(());
             }

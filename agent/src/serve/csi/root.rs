@@ -29,7 +29,7 @@ impl Finder {
 
     /// Returns the directory, if it exists: the configured one, else that of the running kubelet, else that
     /// of a distribution.
-    pub fn look(&self) -> Option<PathBuf> {
+    pub fn find(&self) -> Option<PathBuf> {
         if let Some(root) = &self.configured {
             return root.is_dir().then(|| root.clone());
         }
@@ -139,16 +139,16 @@ mod tests {
         }
         let mut finder =
             Finder { configured: None, proc: path("proc"), known: vec![path("none"), path("known")] };
-        assert_eq!(finder.look(), Some(path("known")));
+        assert_eq!(finder.find(), Some(path("known")));
         let option = |name: &str| format!("--root-dir={}", path(name).display());
         // A kubelet in a container of this host, as kind has them.
         process(&path("proc"), "70", dir.path(), &["/kubelet", &option("contained")]);
-        assert_eq!(finder.look(), Some(path("known")));
+        assert_eq!(finder.find(), Some(path("known")));
         process(&path("proc"), "71", Path::new("/"), &["/kubelet", &option("running")]);
-        assert_eq!(finder.look(), Some(path("running")));
+        assert_eq!(finder.find(), Some(path("running")));
         finder.configured = Some(path("missing"));
-        assert_eq!(finder.look(), None, "what is configured is waited for");
+        assert_eq!(finder.find(), None, "what is configured is waited for");
         fs::create_dir(path("missing")).unwrap();
-        assert_eq!(finder.look(), Some(path("missing")));
+        assert_eq!(finder.find(), Some(path("missing")));
     }
 }

@@ -192,7 +192,7 @@ impl Bus {
         let mut retry = FIRST_RETRY;
         let mut words = None;
         loop {
-            let process = self.look(id, &unit, &service, &mut words).await?;
+            let process = self.read_process(id, &unit, &service, &mut words).await?;
             let given_up = process.phase == ProcessPhase::Failed && unit.active_state().await? == "failed";
             if process.phase == ProcessPhase::Running {
                 retry = FIRST_RETRY;
@@ -213,7 +213,7 @@ impl Bus {
         }
     }
 
-    async fn look(
+    async fn read_process(
         &self,
         id: &InstanceId,
         unit: &UnitProxy<'_>,

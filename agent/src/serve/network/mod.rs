@@ -85,7 +85,7 @@ impl DataNetwork {
         let interfaces = Interfaces::default();
         let family_change = FamilyChange::default();
         let mut network = DataNetwork { source, choice, netlink: None, interfaces, family_change };
-        network.look().await;
+        network.update().await;
         network
     }
 
@@ -123,7 +123,7 @@ impl DataNetwork {
     }
 
     /// Reads the interfaces, and chooses the address.
-    pub async fn look(&mut self) {
+    pub async fn update(&mut self) {
         let read = async {
             if self.netlink.is_none() {
                 self.netlink = Some(Netlink::open()?);

@@ -20,8 +20,8 @@ pub(super) struct Rebuilds<'a> {
 }
 
 impl<'a> Rebuilds<'a> {
-    /// Looks at the rebuilds. Only a volume that is about to place a replica needs that.
-    pub(super) fn look(context: &Context<'a>, engine: &Engine) -> Rebuilds<'a> {
+    /// Counts the rebuilds. Only a volume that is about to place a replica needs that.
+    pub(super) fn count(context: &Context<'a>, engine: &Engine) -> Rebuilds<'a> {
         let (cluster, most) = (context.cluster, context.settings.rebuilds_per_node);
         let own = engine.status.replica_mode_map.values();
         let own = own.filter(|member| member.mode == MemberMode::Member).count();

@@ -70,7 +70,7 @@ struct Surroundings {
 }
 
 impl Surroundings {
-    fn look() -> Surroundings {
+    fn detect() -> Surroundings {
         let path = DEFAULT_SERVER.trim_start_matches("unix://");
         let home = std::env::home_dir().map(|home| home.join(".kube/config"));
         let is_pod = std::env::var_os("KUBERNETES_SERVICE_HOST").is_some();
@@ -130,7 +130,7 @@ impl Cluster {
 
 /// Finds the way to the controller. Nothing is connected yet.
 pub(super) async fn reach(args: &ReachArgs) -> Result<Reached, CtlError> {
-    let found = Surroundings::look();
+    let found = Surroundings::detect();
     let way = way(args, found);
     if way == Way::Cluster && found.is_pod && args.kubeconfig.is_none() && args.context.is_none() {
         output::complain("no controller serves in this pod: connecting to the leading pod")?;

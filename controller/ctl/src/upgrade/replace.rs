@@ -92,7 +92,7 @@ impl One {
     pub(super) async fn replace(mut self) -> Result<Option<Replaced>, Failure> {
         let mut progress = Progress::default();
         loop {
-            let now = self.look().await?;
+            let now = self.get_volume().await?;
             progress.see(now.as_ref());
             match progress.standing {
                 Some(Standing::Done | Standing::Gone) => break,
@@ -114,7 +114,7 @@ impl One {
     }
 
     /// Returns the volume; none if no controller answers at the moment. A volume that is deleted is detached.
-    async fn look(&mut self) -> Result<Option<v1::Volume>, Failure> {
+    async fn get_volume(&mut self) -> Result<Option<v1::Volume>, Failure> {
         match self.client.get_volume(limited(v1::GetVolumeRequest { name: self.volume.clone() })).await {
             Ok(now) => Ok(Some(now.into_inner())),
             Err(status) if status.code() == Code::NotFound => Ok(Some(v1::Volume::default())),

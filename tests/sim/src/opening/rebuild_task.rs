@@ -221,7 +221,7 @@ impl ServingEngine for Process {
         process.is_none_or(|process| process.is_disconnected(usize::from(peer)))
     }
 
-    fn look<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Option<R> {
+    fn read_core<R>(&self, at: impl FnOnce(&EngineCore) -> R) -> Option<R> {
         Some(at(self.sim.borrow().engines.get(&self.engine)?.core.as_ref()?))
     }
 
@@ -299,7 +299,7 @@ impl Rebuild<'_> {
                 Err(error) if error.is_refusal() && sabotage == Some(Sabotage::RefusalsBelieved) => Ok(None),
                 Err(error) => Err(error),
             };
-            let has_stayed = self.process.look(|core| other.has_stayed(core)) == Some(true);
+            let has_stayed = self.process.read_core(|core| other.has_stayed(core)) == Some(true);
             let (content, read) = match content {
                 Ok(content) => (content, Ok(())),
                 Err(error) => (None, Err(error)),
@@ -394,7 +394,7 @@ impl Rebuild<'_> {
     /// Returns the members that have stayed and have the block of the snapshot sound. With each is the number
     /// of blocks that its disk has healed: as long as that stays, the block was sound all the time.
     fn sound_below(&self, others: &[Source], block: u64) -> Vec<(ReplicaId, u64)> {
-        let stays = |other: &&Source| self.process.look(|core| other.has_stayed(core)) == Some(true);
+        let stays = |other: &&Source| self.process.read_core(|core| other.has_stayed(core)) == Some(true);
         let staying: Vec<ReplicaId> =
             others.iter().filter(stays).map(|other| other.address.replica).collect();
         let sim = self.process.sim.borrow();
@@ -458,7 +458,7 @@ impl ReplicaRebuild for Rebuild<'_> {
                 return Err(RebuildError::Ended);
             }
         }
-        if self.process.look(|core| source.has_stayed(core)) != Some(true) {
+        if self.process.read_core(|core| source.has_stayed(core)) != Some(true) {
             return Err(RebuildError::NotYet(SOURCE_HAS_LEFT));
         }
         let ended = self.process.with_line(target, Ask::SnapshotEnd).await;

@@ -111,13 +111,13 @@ impl EngineCore {
         let needs_blocks = match &scrub_result {
             ScrubResult::Odd { sources, .. } => !sources.iter().any(is_confirmed),
             ScrubResult::Undecided(_) => !is_unreadable,
-            ScrubResult::Equal | ScrubResult::LookFurther => false,
+            ScrubResult::Equal | ScrubResult::CompareShownData => false,
         };
         let may_outvote = wants_repair && answers >= 3 && needs_blocks;
         // In other blocks the sound one may be wrong. That holds also if the scrub has ended or started over.
         if (!rotten.is_empty() || may_outvote) && range.length() > BLOCK_BYTES {
             if let Some(scrub) = &mut self.scrub {
-                scrub.look_closer(range);
+                scrub.read_single_blocks(range);
             }
             return self.free_slot(id, out);
         }
@@ -130,7 +130,7 @@ impl EngineCore {
                 out.push(Output::ScrubFound { range, odd, repaired: false });
             }
             // The comparison covers only the data that a reader sees.
-            ScrubResult::Equal | ScrubResult::LookFurther => self.suspects.end_check(false),
+            ScrubResult::Equal | ScrubResult::CompareShownData => self.suspects.end_check(false),
         }
         self.free_slot(id, out);
     }

@@ -265,7 +265,7 @@ impl<'a> Run<'a> {
     fn place_one_more(&self, engine: &Engine) -> Result<Placement, PlacementRefusal> {
         let request = self.request();
         let mut nodes = scheduler::candidates(self.context.cluster, self.context.agents, self.stored);
-        let rebuilds = Rebuilds::look(self.context, engine);
+        let rebuilds = Rebuilds::count(self.context, engine);
         for node in &mut nodes {
             node.is_busy = rebuilds.left(&node.name) == 0;
         }
