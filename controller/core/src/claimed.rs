@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_that_kubernetes_needs_is_not_deleted_and_lives_if_its_deletion_was_asked_for() {
+    fn a_volume_that_kubernetes_needs_survives_a_request_to_delete_it() {
         let now = Timestamp::UNIX_EPOCH;
         let error = delete(&cluster(Some("pvc-1")), "v", now).unwrap_err();
         assert!(

@@ -330,7 +330,7 @@ fn a_missing_member_is_waited_for_longer_if_the_others_have_lost_writes() {
 }
 
 #[test]
-fn a_member_that_does_not_store_the_view_tears_the_attempt_and_a_newer_engine_ends_it() {
+fn a_member_that_refuses_the_view_aborts_the_start_and_a_newer_engine_ends_it() {
     let holder = Generation::new(3, 0);
     for answer in [Broken::Refuses(Errno::IO), Broken::Deposed(holder)] {
         let mut engine = engine(3, &[1, 2, 3], false);

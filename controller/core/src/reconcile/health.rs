@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn most_of_the_replicas_start_at_once_and_half_of_them_when_the_others_had_their_time() {
+    fn a_majority_starts_at_once_and_half_of_the_replicas_after_the_wait() {
         let starts_after = |lost, running, all, left| {
             matches!(readiness_with(running, all, left, lost), Readiness::Ready(_))
         };

@@ -139,7 +139,7 @@ pub(super) fn all_agents(cluster: &ClusterState) -> Agents {
 }
 
 #[test]
-fn a_deleted_replica_of_a_volume_with_as_many_as_can_be_leaves_before_its_substitute_is_made() {
+fn a_volume_at_the_maximum_of_replicas_removes_one_before_it_adds_another() {
     let mut cluster = full_cluster();
     let agents = all_agents(&cluster);
     let deleted = [12, 15].map(ReplicaId::from_random);

@@ -66,7 +66,7 @@ fn a_number_is_drawn_above_that_of_the_engine() {
 /// The node was absent from before the deletion until after the undeletion: its process has the former secret
 /// of the volume.
 #[test]
-fn the_process_of_a_replica_that_was_left_behind_is_stopped_before_an_engine_gets_it() {
+fn the_process_of_a_left_behind_replica_is_stopped_before_an_engine_uses_it() {
     let mut cluster = degraded_cluster();
     let id = ReplicaId::from_random(1);
     let mut back = replica(id, "a", None);

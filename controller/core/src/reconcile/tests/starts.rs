@@ -292,7 +292,7 @@ fn sends_the_grant_again((mut cluster, agents): (ClusterState, Agents), granted:
 /// grant fails, or the agent ends before it has passed it on. Only the question, which is still in the
 /// status, shows that.
 #[test]
-fn an_engine_gets_the_grant_that_it_has_to_honour_for_as_long_as_it_asks_for_another() {
+fn an_engine_gets_the_grant_to_honour_while_it_asks_for_another() {
     let honoured = ReplicaReport { committed: arbiter_view(1, 1, &[1, 2]), proposed: Vec::new() };
     let granted = arbiter_view(1, 2, &[1]);
     let target = arbiter_view(ATTACH, 1, &[2]);
