@@ -288,7 +288,7 @@ fn copied_bytes(
 /// Tests that a replica that was late again and again stays out for longer each time, unless an operator
 /// orders a scrub meanwhile.
 fn forgive(control: &Path) -> Result<()> {
-    let command = ScrubCommand { bytes_per_s: 1 << 20, repair: false };
+    let command = ScrubCommand { bytes_per_s: Some(1 << 20), repair: false };
     for scrub in [Some(command), None] {
         Client::connect(control)?.request(&ProcessCommand::Scrub { scrub })?;
     }

@@ -24,8 +24,8 @@ const MIB: u64 = 1 << 20;
 const BLOCK_BYTES: u64 = 4096;
 const EIO: u32 = 5;
 const NOW: &str = "2026-11-22T10:00:00Z";
-const REPAIR: ScrubCommand = ScrubCommand { bytes_per_s: 0, repair: true };
-const REPORT: ScrubCommand = ScrubCommand { bytes_per_s: 0, repair: false };
+const REPAIR: ScrubCommand = ScrubCommand { bytes_per_s: None, repair: true };
+const REPORT: ScrubCommand = ScrubCommand { bytes_per_s: None, repair: false };
 
 fn folder() -> Result<tempfile::TempDir> {
     // Not /tmp: that may be a file system without O_DIRECT, on which less is tested.

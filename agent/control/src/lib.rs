@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod client;
+mod optional;
 mod server;
 mod spec;
 mod status;

@@ -7,7 +7,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use shorthorn_types::status::{Frontend, FrontendError};
 use shorthorn_types::{Members, ReplicaId, Secret, View, VolumeName};
@@ -122,7 +122,11 @@ pub struct EngineSpec {
     pub verify_reads: bool,
     /// The first number of attachment since which no user had to release the volume. A current user may have
     /// used it since then, through engines with other numbers. None: no number before this one.
-    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "none_if_zero")]
+    #[serde(
+        default,
+        skip_serializing_if = "Option::is_none",
+        deserialize_with = "crate::optional::deserialize"
+    )]
     pub continues: Option<u64>,
     /// True if connections to replicas on other hosts are encrypted. Replicas of such a volume refuse others.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -146,23 +150,19 @@ fn is_intent_clear_after_ms_default(value: &u32) -> bool {
     *value == INTENT_CLEAR_AFTER_MS
 }
 
-/// Reads a number of which 0 is none, too.
-fn none_if_zero<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
-    Ok(Some(u64::deserialize(deserializer)?).filter(|number| *number > 0))
-}
-
 /// The share of a volume's speed that copies may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RebuildLimits {
-    /// The maximum number of bytes copied per second; 0: no limit.
-    pub bytes_per_s: u64,
+    /// The maximum number of bytes copied per second; none: no limit.
+    #[serde(with = "crate::optional")]
+    pub bytes_per_s: Option<u64>,
     /// The most that copying may take of the bytes that move while the volume is busy, 1 to 100.
     pub share_percent: u8,
 }
 
 impl Default for RebuildLimits {
     fn default() -> RebuildLimits {
-        RebuildLimits { bytes_per_s: 0, share_percent: 30 }
+        RebuildLimits { bytes_per_s: None, share_percent: 30 }
     }
 }
 
@@ -374,7 +374,7 @@ mod tests {
         fs::write(&path, later.to_string()).unwrap();
         let known: EngineSpec = load_spec(&path).unwrap();
         let third = ReplicaEndpoint { replica: ReplicaId::from_random(3), ..second.clone() };
-        let rebuild = RebuildLimits { bytes_per_s: 5, ..known.rebuild };
+        let rebuild = RebuildLimits { bytes_per_s: Some(5), ..known.rebuild };
         let changed = EngineSpec { attach: 9, rebuild, replicas: vec![third, second], ..known };
         update_spec(&path, &changed).unwrap();
         assert_eq!(load_spec::<EngineSpec>(&path).unwrap(), changed);

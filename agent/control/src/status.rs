@@ -64,8 +64,9 @@ pub enum ProcessCommand {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScrubCommand {
-    /// The maximum number of bytes compared per second; 0: no limit.
-    pub bytes_per_s: u64,
+    /// The maximum number of bytes compared per second; none: no limit.
+    #[serde(with = "crate::optional")]
+    pub bytes_per_s: Option<u64>,
     /// True if the scrub makes differing blocks equal to the majority.
     pub repair: bool,
 }

@@ -7,10 +7,12 @@ use shorthorn_core::{CopyLimits, ScrubConfig};
 
 /// Converts the limits to those of the core.
 pub(crate) fn copy_limits(limits: RebuildLimits) -> CopyLimits {
-    CopyLimits { bytes_per_s: NonZeroU64::new(limits.bytes_per_s), share_percent: limits.share_percent }
+    let RebuildLimits { bytes_per_s, share_percent } = limits;
+    CopyLimits { bytes_per_s: bytes_per_s.and_then(NonZeroU64::new), share_percent }
 }
 
 /// Converts the command to the settings of the core.
 pub(crate) fn scrub_config(command: ScrubCommand) -> ScrubConfig {
-    ScrubConfig { bytes_per_s: NonZeroU64::new(command.bytes_per_s), repair: command.repair }
+    let ScrubCommand { bytes_per_s, repair } = command;
+    ScrubConfig { bytes_per_s: bytes_per_s.and_then(NonZeroU64::new), repair }
 }

@@ -408,7 +408,7 @@ mod tests {
         let (sender, events) = mpsc::channel();
         let context = context(sender);
         let before = context.snapshot_use.scrubbing().unwrap();
-        let command = ScrubCommand { bytes_per_s: 0, repair: true };
+        let command = ScrubCommand { bytes_per_s: None, repair: true };
         let stopped = Scrubbing::start(Arc::clone(&context), command, 1).unwrap();
         let scrubbing = Scrubbing::start(Arc::clone(&context), command, 2).unwrap();
         assert!(events.recv_timeout(PREVIOUS_END_INTERVAL * 2).is_err(), "one is under way");

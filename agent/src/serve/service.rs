@@ -174,7 +174,7 @@ impl Node for NodeService {
 
     async fn scrub(&self, request: Request<v1::ScrubRequest>) -> Answer<v1::ScrubResponse> {
         let v1::ScrubRequest { volume, stop, repair, bytes_per_s } = request.into_inner();
-        let scrub = (!stop).then_some(ScrubCommand { bytes_per_s, repair });
+        let scrub = (!stop).then_some(ScrubCommand { bytes_per_s: nonzero(bytes_per_s), repair });
         self.hub.scrub(name(&volume)?, scrub).await?;
         Ok(Response::new(v1::ScrubResponse {}))
     }

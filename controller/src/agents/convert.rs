@@ -98,7 +98,8 @@ fn replica(status: v1::ReplicaStatus) -> ObservedReplica {
 }
 
 fn of_limits(limits: RebuildLimits) -> v1::RebuildLimits {
-    v1::RebuildLimits { bytes_per_s: limits.bytes_per_s, share_percent: limits.share_percent }
+    let RebuildLimits { bytes_per_s, share_percent } = limits;
+    v1::RebuildLimits { bytes_per_s: bytes_per_s.unwrap_or_default(), share_percent }
 }
 
 /// Converts an agent's findings in the directory of a replica.

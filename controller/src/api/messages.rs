@@ -44,7 +44,7 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
         created: volume.metadata.creation_timestamp.to_string(),
         replica_soft_anti_affinity: spec.replica_soft_anti_affinity,
         rebuild: Some(v1::RebuildLimits {
-            bytes_per_s: spec.rebuild.bytes_per_s,
+            bytes_per_s: spec.rebuild.bytes_per_s.unwrap_or_default(),
             share_percent: spec.rebuild.share_percent,
         }),
         resync: shown.and_then(|shown| shown.resync).map(Into::into),

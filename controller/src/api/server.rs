@@ -2,7 +2,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use shorthorn_api::v1::controller_server::Controller;
-use shorthorn_api::{nonempty, v1};
+use shorthorn_api::{nonempty, nonzero, v1};
 use shorthorn_controller_core::lost_node::DeleteNode;
 use shorthorn_controller_core::objects::{Object, RebuildLimits, Volume, VolumeState};
 use shorthorn_controller_core::reconcile::Settings;
@@ -259,7 +259,7 @@ impl Controller for Api {
             0 => RebuildLimits::default().share_percent,
             percent => percent,
         };
-        let limits = RebuildLimits { bytes_per_s: limits.bytes_per_s, share_percent };
+        let limits = RebuildLimits { bytes_per_s: nonzero(limits.bytes_per_s), share_percent };
         self.change_volume(&name, |cluster| requests::set_rebuild(cluster, &name, limits)).await
     }
 

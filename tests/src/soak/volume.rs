@@ -155,7 +155,7 @@ impl Volume {
 
     /// Lets late replicas come back at once, like an operator who repairs the volume.
     pub fn forgive(&self) -> Result<()> {
-        let command = ScrubCommand { bytes_per_s: 1 << 20, repair: false };
+        let command = ScrubCommand { bytes_per_s: Some(1 << 20), repair: false };
         for scrub in [Some(command), None] {
             Client::connect(&self.engine_control())?.request(&ProcessCommand::Scrub { scrub })?;
         }

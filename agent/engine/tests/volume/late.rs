@@ -51,7 +51,7 @@ fn one_of_three_whose_disk_hangs_is_dropped_and_returns_later_each_time() {
     for turn in 0..3 {
         if turn == 2 {
             // An operator who requests a scrub lets late replicas try again.
-            let scrub = ScrubCommand { bytes_per_s: 0, repair: false };
+            let scrub = ScrubCommand { bytes_per_s: None, repair: false };
             volume.request(&ProcessCommand::Scrub { scrub: Some(scrub) });
         }
         volume.freeze_disk();

@@ -75,7 +75,7 @@ fn a_new_replica_becomes_a_member() {
     let mut volume = Volume::start(2, 64 << 20);
     let load = Load::start(&volume, 2);
     load.wait_for_writes(500);
-    let limits = RebuildLimits { bytes_per_s: 0, share_percent: 90 };
+    let limits = RebuildLimits { bytes_per_s: None, share_percent: 90 };
     volume.request(&ProcessCommand::Limits { limits });
     volume.add_replica();
     volume.request(&ProcessCommand::Replicas { replicas: volume.endpoints() });
@@ -232,7 +232,7 @@ fn a_copy_continues_after_an_interruption() {
     let mut volume = Volume::start(2, 64 << 20);
     let load = Load::start(&volume, 11);
     load.wait_for_writes(1000);
-    let slow = RebuildLimits { bytes_per_s: 4 << 20, share_percent: 50 };
+    let slow = RebuildLimits { bytes_per_s: Some(4 << 20), share_percent: 50 };
     volume.request(&ProcessCommand::Limits { limits: slow });
     volume.add_replica();
     volume.request(&ProcessCommand::Replicas { replicas: volume.endpoints() });

@@ -77,7 +77,7 @@ fn rot(volume: &Volume, number: usize, block: u64) {
 
 /// Scrubs the volume and its snapshots, and repairs them.
 fn scrub(volume: &Volume, number: u64) -> ScrubStatus {
-    let scrub = Some(ScrubCommand { bytes_per_s: 0, repair: true });
+    let scrub = Some(ScrubCommand { bytes_per_s: None, repair: true });
     volume.request(&ProcessCommand::Scrub { scrub });
     let has_ended = move |scrub: &ScrubStatus| scrub.number == Some(number) && !scrub.running;
     let status = volume.wait("the scrub ends", move |engine| engine.scrub.as_ref().is_some_and(has_ended));

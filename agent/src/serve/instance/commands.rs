@@ -424,7 +424,9 @@ mod tests {
         let backend = Box::new(Children::new(paths.clone(), Arc::clone(&table)).unwrap());
         let (_choice, address) = watch::channel(Choice::default());
         let hub = Hub::start(10000..=10009, address, paths, table, backend).await.unwrap();
-        hub.set_limits(volume, Some(4), RebuildLimits { bytes_per_s: 7, share_percent: 30 }).await.unwrap();
+        hub.set_limits(volume, Some(4), RebuildLimits { bytes_per_s: Some(7), share_percent: 30 })
+            .await
+            .unwrap();
         let kept: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
         assert_eq!(kept["rebuild"], json!({ "bytes_per_s": 7, "share_percent": 30, "later": { "x": 1 } }));
         assert_eq!(kept["replicas"][1]["later"], true);

@@ -237,7 +237,7 @@ pub fn rebuild_limits(limits: Option<v1::RebuildLimits>) -> Result<RebuildLimits
             .filter(|percent| *percent <= 100)
             .ok_or_else(|| NodeError::Invalid(format!("a share of {percent} percent: use 1 to 100")))?,
     };
-    Ok(RebuildLimits { bytes_per_s: limits.bytes_per_s, share_percent })
+    Ok(RebuildLimits { bytes_per_s: nonzero(limits.bytes_per_s), share_percent })
 }
 
 fn endpoint(address: v1::ReplicaAddress) -> Result<ReplicaEndpoint, NodeError> {

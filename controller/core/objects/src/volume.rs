@@ -225,9 +225,9 @@ impl Display {
 #[serde(rename_all = "camelCase", default)]
 pub struct RebuildLimits {
     /// The maximum number of bytes copied per second; 0: no limit.
-    #[serde(with = "super::quoted")]
+    #[serde(with = "super::quoted::or_zero")]
     #[schemars(with = "schema::Quoted")]
-    pub bytes_per_s: u64,
+    pub bytes_per_s: Option<u64>,
     /// The most that copying takes of the bytes that move while the volume is busy, 1 to 100.
     #[schemars(range(min = 1, max = 100))]
     pub share_percent: u32,
@@ -235,7 +235,7 @@ pub struct RebuildLimits {
 
 impl Default for RebuildLimits {
     fn default() -> RebuildLimits {
-        RebuildLimits { bytes_per_s: 0, share_percent: 30 }
+        RebuildLimits { bytes_per_s: None, share_percent: 30 }
     }
 }
 

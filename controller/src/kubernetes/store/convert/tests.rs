@@ -33,7 +33,7 @@ fn conditions(now: Timestamp) -> Conditions {
     conditions
 }
 
-const REBUILD: RebuildLimits = RebuildLimits { bytes_per_s: 1 << 60, share_percent: 40 };
+const REBUILD: RebuildLimits = RebuildLimits { bytes_per_s: Some(1 << 60), share_percent: 40 };
 
 fn now() -> Timestamp {
     "2026-01-02T03:04:05.678Z".parse().unwrap()
