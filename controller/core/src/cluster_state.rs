@@ -74,10 +74,10 @@ impl ClusterState {
         self.metadata(key).map_or(0, |metadata| metadata.resource_version)
     }
 
-    /// Returns the uid of the object, if the store has uids; else empty.
+    /// Returns the uid of the object; none if the store has no uids.
     #[must_use]
-    pub fn uid(&self, key: &Key) -> String {
-        self.metadata(key).map(|metadata| metadata.uid.clone()).unwrap_or_default()
+    pub fn uid(&self, key: &Key) -> Option<&str> {
+        self.metadata(key).map(|metadata| metadata.uid.as_str()).filter(|uid| !uid.is_empty())
     }
 
     fn metadata(&self, key: &Key) -> Option<&Metadata> {

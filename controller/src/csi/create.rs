@@ -90,13 +90,15 @@ impl CsiController {
     /// Reports ignored parameters of the StorageClass as an event of the volume.
     fn record_ignored(&self, request: &CreateRequest) {
         let name = request.volume.as_str();
-        let uid = self.store.state().volumes.get(name).map(|volume| volume.metadata.uid.clone());
-        let (Some(uid), false) = (uid, request.ignored.is_empty()) else { return };
+        let (about, state) = (Key::new(Kind::Volume, name), self.store.state());
+        if !state.has(&about) || request.ignored.is_empty() {
+            return;
+        }
         let message = format!("these parameters of the StorageClass mean nothing here: {}", request.ignored);
         tracing::info!(volume = name, "{message}");
         if let Some(events) = &self.events {
-            let about = Key::new(Kind::Volume, name);
-            events.record(&Event { about, warning: false, reason: PARAMETERS_IGNORED, message }, &uid);
+            let uid = state.uid(&about);
+            events.record(&Event { about, warning: false, reason: PARAMETERS_IGNORED, message }, uid);
         }
     }
 

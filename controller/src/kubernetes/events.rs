@@ -41,8 +41,8 @@ pub struct Events {
 /// An event with the uid of the object that it is about, or a mark in the queue.
 #[derive(Debug)]
 enum QueuedEvent {
-    /// About one of our objects.
-    Object(Event, String),
+    /// About one of our objects, with its uid if it is known.
+    Object(Event, Option<String>),
     /// About a pod.
     Pod(Event<Namespaced>, String),
     /// All events before this mark are sent or dropped when the receiver gets an answer.
@@ -87,8 +87,8 @@ pub fn events(client: Client, namespace: &str, instance: &str) -> (Events, Event
 
 impl Events {
     /// Sends the event soon, about the object with that uid; drops it if too many wait already.
-    pub fn record(&self, event: &Event, uid: &str) {
-        self.send(QueuedEvent::Object(event.clone(), uid.to_owned()));
+    pub fn record(&self, event: &Event, uid: Option<&str>) {
+        self.send(QueuedEvent::Object(event.clone(), uid.map(str::to_owned)));
     }
 
     /// Sends an event like [`Events::record`], about a pod.
@@ -191,13 +191,13 @@ impl EventRecorder {
         }
     }
 
-    fn of_object(&self, about: &Key, uid: String) -> ObjectReference {
+    fn of_object(&self, about: &Key, uid: Option<String>) -> ObjectReference {
         ObjectReference {
             api_version: Some(resource(about.kind).api_version),
             kind: Some(kind_name(about.kind).to_owned()),
             namespace: Some(self.namespace.clone()),
             name: Some(about.name.clone()),
-            uid: Some(uid).filter(|uid| !uid.is_empty()),
+            uid,
             ..ObjectReference::default()
         }
     }
@@ -292,18 +292,18 @@ mod tests {
     async fn too_many_events_are_dropped_and_counted() {
         let (events, recorder) = events(unreachable(), "n", "me");
         for _ in 0..QUEUE_MAX + 3 {
-            events.record(&attached(), "uid");
+            events.record(&attached(), Some("uid"));
         }
         assert_eq!(events.dropped(), 3);
         drop(recorder);
-        events.record(&attached(), "uid");
+        events.record(&attached(), Some("uid"));
         assert_eq!(events.dropped(), 4);
     }
 
     #[tokio::test]
     async fn a_flush_ends_after_the_events_before_it() {
         let (events, recorder) = events(unreachable(), "n", "me");
-        events.record(&attached(), "uid");
+        events.record(&attached(), Some("uid"));
         tokio::select! {
             () = recorder.run() => panic!("it ended"),
             () = events.flush() => assert_eq!(events.dropped(), 1, "its call has failed"),
@@ -313,7 +313,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_flush_does_not_wait_for_a_recorder_without_end() {
         let (events, recorder) = events(unreachable(), "n", "me");
-        events.record(&attached(), "uid");
+        events.record(&attached(), Some("uid"));
         let started = tokio::time::Instant::now();
         events.flush().await;
         assert_eq!(started.elapsed().as_secs(), FLUSH_LIMIT.as_secs());

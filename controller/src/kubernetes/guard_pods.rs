@@ -246,7 +246,7 @@ impl GuardPods {
     fn record(&self, guard: &Guard) {
         let about = Key::new(Kind::Node, &guard.node);
         let message = format!("kubectl drain waits for volumes that need this node: {}", guard.message);
-        self.events.record(&Event { about, warning: false, reason: "DrainWaits", message }, &guard.uid);
+        self.events.record(&Event { about, warning: false, reason: "DrainWaits", message }, Some(&guard.uid));
     }
 }
 

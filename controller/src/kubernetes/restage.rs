@@ -141,10 +141,9 @@ impl Restager {
         let cluster = self.store.state();
         for volume in volumes {
             let about = Key::new(Kind::Volume, volume);
-            let uid = cluster.uid(&about);
             let message = format!("pod {} on node {node} is ended, as the device is gone under it", pod.name);
-            if !uid.is_empty() {
-                self.events.record(&Event { about, warning: true, reason: ENDED, message }, &uid);
+            if let Some(uid) = cluster.uid(&about) {
+                self.events.record(&Event { about, warning: true, reason: ENDED, message }, Some(uid));
             }
         }
     }

@@ -206,7 +206,7 @@ mod tests {
         leader.flush_at_release(events.clone());
         let about = Key::new(Kind::Volume, "v");
         let event = Event { about, warning: true, reason: "InvalidSpec", message: String::new() };
-        events.record(&event, "uid");
+        events.record(&event, Some("uid"));
         leader.release().await;
         assert_eq!(events.dropped(), 1, "its call has failed");
         assert!(hands.was_alone.borrow().is_some());

@@ -85,7 +85,7 @@ impl Executor {
             tracing::info!(%about, reason, "{message}");
         }
         if let Some(events) = &self.events {
-            events.record(event, &self.store.state().uid(about));
+            events.record(event, self.store.state().uid(about));
         }
     }
 

@@ -76,9 +76,9 @@ pub fn wanted(
         .collect();
     let guard = |(node, volumes): (&crate::NodeName, Vec<(&str, &str)>)| {
         let machine = (*machines.get(node.as_str())?).to_owned();
-        let uid = cluster.uid(&Key::new(Kind::Node, node.as_str()));
+        let uid = cluster.uid(&Key::new(Kind::Node, node.as_str()))?.to_owned();
         let (node, message) = (node.as_str().to_owned(), message(&volumes));
-        (!uid.is_empty()).then(|| (name(&node, &uid), Guard { node, uid, machine, message }))
+        Some((name(&node, &uid), Guard { node, uid, machine, message }))
     };
     needed.by_node().into_iter().filter_map(guard).collect()
 }

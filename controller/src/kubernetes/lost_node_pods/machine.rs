@@ -204,9 +204,9 @@ impl PodForceDeleter {
     fn record_of_volume(&self, attachment: &Attachment, reason: &'static str, message: String) {
         let Some(handle) = &attachment.handle else { return };
         let about = Key::new(Kind::Volume, handle);
-        let uid = self.store.state().uid(&about);
-        if !uid.is_empty() {
-            self.events.record(&Event { about, warning: false, reason, message }, &uid);
+        let cluster = self.store.state();
+        if let Some(uid) = cluster.uid(&about) {
+            self.events.record(&Event { about, warning: false, reason, message }, Some(uid));
         }
     }
 

@@ -298,7 +298,7 @@ async fn refuse(inner: &Inner, key: &Key, object: &DynamicObject, error: &Conver
     }
     let message = format!("nothing is done for this volume: {error}");
     let event = Event { about: key.clone(), warning: true, reason: convert::INVALID_SPEC, message };
-    inner.events.record(&event, object.metadata.uid.as_deref().unwrap_or_default());
+    inner.events.record(&event, object.metadata.uid.as_deref());
 }
 
 /// Returns true if the object has our finalizer, and a volume its annotations.
