@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use shorthorn_api::v1;
+use shorthorn_api::{nonempty, v1};
 use shorthorn_controller_core::objects::{Key, Kind, Object, Replica, ReplicaSpec, Volume};
 use shorthorn_controller_core::observed::InstanceKey;
 use shorthorn_controller_core::requests::RequestError;
@@ -84,7 +84,8 @@ impl Api {
         let meant: Vec<Trashed> =
             meant.filter_map(|(node, trashed)| convert::trashed(node, trashed)).collect();
         if meant.is_empty() {
-            let error = RequestError::NotInTrash { name: name.to_owned(), replica: replica_id.to_owned() };
+            let (name, replica) = (name.to_owned(), nonempty(replica_id.to_owned()));
+            let error = RequestError::NotInTrash { name, replica };
             return Err(status::of_request(&error));
         }
         let mut problems = listed.unknown();

@@ -108,13 +108,13 @@ pub enum RequestError {
     /// The trash has no such replica.
     #[error(
         "no reachable node has {} of volume {name} in its trash; shorthornctl volume trash lists the trash",
-        if replica.is_empty() { "replicas" } else { replica }
+        replica.as_deref().unwrap_or("replicas")
     )]
     NotInTrash {
         /// The volume.
         name: String,
-        /// The replica; empty for any.
-        replica: String,
+        /// The replica; none for any.
+        replica: Option<String>,
     },
     /// Kubernetes needs it.
     #[error(
