@@ -79,8 +79,8 @@ pub enum AgentCall {
     SalvageReplica {
         /// The disk that its directory is on.
         disk_path: String,
-        /// The identity of that disk.
-        disk_uuid: String,
+        /// The identity of that disk, if it is known.
+        disk_uuid: Option<String>,
         /// The volume of the replica.
         volume: VolumeName,
         /// Identity of the replica in the views of the volume.
@@ -100,8 +100,8 @@ pub enum AgentCall {
     DeleteReplica {
         /// The disk that its directory is on.
         disk_path: String,
-        /// The identity of that disk.
-        disk_uuid: String,
+        /// The identity of that disk, if it is known.
+        disk_uuid: Option<String>,
         /// The volume of the deleted replica.
         volume: VolumeName,
         /// Identity of the replica in the views of the volume.
@@ -120,8 +120,8 @@ pub struct StartReplica {
     pub replica_id: ReplicaId,
     /// The disk that its directory is on.
     pub disk_path: String,
-    /// The identity of that disk.
-    pub disk_uuid: String,
+    /// The identity of that disk, if it is known.
+    pub disk_uuid: Option<String>,
     /// Size of the volume.
     pub size_bytes: u64,
     /// The members of the volume's first view.

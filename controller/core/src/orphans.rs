@@ -15,8 +15,8 @@ pub struct Directory {
     pub node: NodeName,
     /// The disk there.
     pub disk_path: String,
-    /// The identity of that disk.
-    pub disk_uuid: String,
+    /// The identity of that disk, if it has one.
+    pub disk_uuid: Option<String>,
     /// The volume of the data.
     pub volume: VolumeName,
     /// Identity in the name of the directory.
@@ -49,7 +49,8 @@ pub fn orphans(cluster: &ClusterState, found: Vec<Directory>) -> Vec<Directory> 
             let is_same_location =
                 replica.spec.node_id == directory.node && replica.spec.disk_path == directory.disk_path;
             // The disk may be mounted elsewhere now.
-            is_same_location || !directory.disk_uuid.is_empty() && replica.spec.disk_id == directory.disk_uuid
+            is_same_location
+                || directory.disk_uuid.is_some() && directory.disk_uuid == replica.spec.disk_uuid()
         })
     };
     let mut orphans: Vec<Directory> =
@@ -91,7 +92,8 @@ mod tests {
     fn directory(node: &str, disk_path: &str, name: &str) -> Directory {
         let (volume, replica_id) = parse(name).unwrap();
         let node = NodeName::new(node).unwrap();
-        Directory { node, disk_path: disk_path.to_owned(), disk_uuid: "u".to_owned(), volume, replica_id }
+        let disk_uuid = Some("u".to_owned());
+        Directory { node, disk_path: disk_path.to_owned(), disk_uuid, volume, replica_id }
     }
 
     #[test]

@@ -128,8 +128,8 @@ pub struct Trashed {
     pub node: NodeName,
     /// The disk there.
     pub disk_path: String,
-    /// The identity of that disk, as its agent says; empty if it does not report it.
-    pub disk_uuid: String,
+    /// The identity of that disk; none if its agent does not report it.
+    pub disk_uuid: Option<String>,
     /// The volume of the data.
     pub volume: VolumeName,
     /// Identity in the name of the directory.

@@ -126,12 +126,10 @@ pub(super) fn level_of(call: &AgentCall) -> u32 {
         AgentCall::StartEngine(StartEngine { encrypt_in_transit, .. }) => {
             highest([(*encrypt_in_transit, level::ENCRYPTION)])
         }
-        AgentCall::SalvageReplica { disk_uuid, .. } => {
-            highest([(!disk_uuid.is_empty(), level::DISK_IDENTITY)])
-        }
+        AgentCall::SalvageReplica { disk_uuid, .. } => highest([(disk_uuid.is_some(), level::DISK_IDENTITY)]),
         // Without the trash the data is gone at once, whether there is a record or not.
         AgentCall::DeleteReplica { disk_uuid, .. } => {
-            highest([(true, level::TRASH), (!disk_uuid.is_empty(), level::DISK_IDENTITY)])
+            highest([(true, level::TRASH), (disk_uuid.is_some(), level::DISK_IDENTITY)])
         }
         AgentCall::Grant { .. }
         | AgentCall::UpdateReplicas { .. }
@@ -174,7 +172,7 @@ fn start_replica(start: &StartReplica) -> v1::StartReplicaRequest {
         volume: start.volume.to_string(),
         replica_id: start.replica_id.to_string(),
         disk_path: start.disk_path.clone(),
-        disk_uuid: start.disk_uuid.clone(),
+        disk_uuid: start.disk_uuid.clone().unwrap_or_default(),
         size_bytes: start.size_bytes,
         first_members: start.first_members.iter().map(ToString::to_string).collect(),
         secret: start.secret.bytes().to_vec(),
@@ -240,7 +238,7 @@ pub(super) fn message(call: &AgentCall) -> Message {
         AgentCall::SalvageReplica { disk_path, disk_uuid, volume, replica_id, attach } => {
             Message::SalvageReplica(v1::SalvageReplicaRequest {
                 disk_path: disk_path.clone(),
-                disk_uuid: disk_uuid.clone(),
+                disk_uuid: disk_uuid.clone().unwrap_or_default(),
                 volume: volume.to_string(),
                 replica_id: replica_id.to_string(),
                 attach: *attach,
@@ -256,7 +254,7 @@ pub(super) fn message(call: &AgentCall) -> Message {
                 disk_path: disk_path.clone(),
                 volume: volume.to_string(),
                 replica_id: replica_id.to_string(),
-                disk_uuid: disk_uuid.clone(),
+                disk_uuid: disk_uuid.clone().unwrap_or_default(),
                 record: record.clone(),
             })
         }
@@ -268,7 +266,7 @@ pub(crate) fn trashed(node: &NodeName, trashed: &v1::TrashedReplica) -> Option<T
     Some(Trashed {
         node: node.clone(),
         disk_path: trashed.disk_path.clone(),
-        disk_uuid: trashed.disk_uuid.clone(),
+        disk_uuid: nonempty(trashed.disk_uuid.clone()),
         volume: VolumeName::new(&trashed.volume).ok()?,
         replica_id: trashed.replica_id.parse().ok()?,
         deleted_ms: trashed.deleted_ms,
@@ -281,7 +279,7 @@ pub(crate) fn trashed(node: &NodeName, trashed: &v1::TrashedReplica) -> Option<T
 /// Returns the directories of replicas on these disks.
 pub(super) fn directories(node: &NodeName, disks: Vec<v1::Disk>) -> Vec<Directory> {
     let of_disk = |disk: v1::Disk| {
-        let (path, uuid) = (disk.path, disk.uuid);
+        let (path, uuid) = (disk.path, nonempty(disk.uuid));
         let directory = move |name: String| {
             let (volume, replica_id) = orphans::parse(&name)?;
             let (disk_path, disk_uuid) = (path.clone(), uuid.clone());
@@ -322,7 +320,7 @@ pub(super) fn restore_request(trashed: &Trashed) -> v1::RestoreReplicaRequest {
         volume: trashed.volume.to_string(),
         replica_id: trashed.replica_id.to_string(),
         deleted_ms: trashed.deleted_ms,
-        disk_uuid: trashed.disk_uuid.clone(),
+        disk_uuid: trashed.disk_uuid.clone().unwrap_or_default(),
     }
 }
 
@@ -356,7 +354,7 @@ mod tests {
             volume: "v1".parse().unwrap(),
             replica_id: ReplicaId::from_random(1),
             disk_path: "/d".to_owned(),
-            disk_uuid: "e3c8".to_owned(),
+            disk_uuid: Some("e3c8".to_owned()),
             size_bytes: 4096,
             first_members: Vec::new(),
             secret: Secret::new([1; SECRET_BYTES]),
@@ -371,7 +369,7 @@ mod tests {
         let trashed = Trashed {
             node: "n".parse().unwrap(),
             disk_path: "/d".to_owned(),
-            disk_uuid: "e3c8".to_owned(),
+            disk_uuid: Some("e3c8".to_owned()),
             volume: "v1".parse().unwrap(),
             replica_id: ReplicaId::from_random(1),
             deleted_ms: 7,
@@ -427,7 +425,7 @@ mod tests {
     fn a_deletion_needs_the_trash_with_a_record_and_without() {
         let delete = |record: &str| AgentCall::DeleteReplica {
             disk_path: "/d".to_owned(),
-            disk_uuid: String::new(),
+            disk_uuid: None,
             volume: "v1".parse().unwrap(),
             replica_id: ReplicaId::from_random(1),
             record: record.to_owned(),
@@ -439,19 +437,21 @@ mod tests {
 
     #[test]
     fn a_change_of_data_on_a_known_disk_needs_the_identity_of_disks() {
-        let salvage = |disk_uuid: &str| AgentCall::SalvageReplica {
+        let salvage = |disk_uuid: Option<&str>| AgentCall::SalvageReplica {
             disk_path: "/d".to_owned(),
-            disk_uuid: disk_uuid.to_owned(),
+            disk_uuid: disk_uuid.map(str::to_owned),
             volume: "v1".parse().unwrap(),
             replica_id: ReplicaId::from_random(1),
             attach: 1,
         };
-        assert_eq!([level_of(&salvage("")), level_of(&salvage("e3c8"))], [0, level::DISK_IDENTITY]);
-        let Message::SalvageReplica(request) = message(&salvage("e3c8")) else { panic!("another message") };
+        assert_eq!([level_of(&salvage(None)), level_of(&salvage(Some("e3c8")))], [0, level::DISK_IDENTITY]);
+        let Message::SalvageReplica(request) = message(&salvage(Some("e3c8"))) else {
+            panic!("another message")
+        };
         assert_eq!(request.disk_uuid, "e3c8");
         let delete = AgentCall::DeleteReplica {
             disk_path: "/d".to_owned(),
-            disk_uuid: "e3c8".to_owned(),
+            disk_uuid: Some("e3c8".to_owned()),
             volume: "v1".parse().unwrap(),
             replica_id: ReplicaId::from_random(1),
             record: String::new(),

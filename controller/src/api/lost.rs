@@ -98,7 +98,7 @@ impl Api {
             node: directory.node.to_string(),
             name: directory.name(),
             disk_path: directory.disk_path,
-            disk_uuid: directory.disk_uuid,
+            disk_uuid: directory.disk_uuid.unwrap_or_default(),
         });
         let mut orphans: Vec<v1::Orphan> = shown.collect();
         let page = shortened(page, page_size, &mut orphans, |orphan| &orphan.node, size_bytes)?;

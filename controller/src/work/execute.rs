@@ -173,7 +173,7 @@ mod tests {
         let (key, version) = (stored.key(), stored.metadata().resource_version);
         let call = AgentCall::DeleteReplica {
             disk_path: "/disk".to_owned(),
-            disk_uuid: String::new(),
+            disk_uuid: None,
             volume: "v".parse().unwrap(),
             replica_id: ReplicaId::from_random(7),
             record: String::new(),

@@ -148,4 +148,10 @@ impl ReplicaSpec {
     pub fn instance_name(volume: &VolumeName, id: ReplicaId) -> String {
         format!("{volume}-{id}")
     }
+
+    /// Returns the identity of its disk; none if that was not known when the replica was placed there.
+    #[must_use]
+    pub fn disk_uuid(&self) -> Option<String> {
+        (!self.disk_id.is_empty()).then(|| self.disk_id.clone())
+    }
 }

@@ -156,7 +156,7 @@ fn a_directory_is_not_an_orphan_if_an_object_of_its_volume_was_left_out() {
     let directory = Directory {
         node: NodeName::new("c").unwrap(),
         disk_path: DISK.to_owned(),
-        disk_uuid: String::new(),
+        disk_uuid: None,
         volume: shorthorn_types::VolumeName::new("v").unwrap(),
         replica_id: id(3),
     };

@@ -159,7 +159,7 @@ fn start(context: &Context<'_>, replica: &Replica, create: bool, decision: &mut 
         volume: spec.volume_name.clone(),
         replica_id: spec.replica_id,
         disk_path: spec.disk_path.clone(),
-        disk_uuid: spec.disk_id.clone(),
+        disk_uuid: spec.disk_uuid(),
         size_bytes: spec.volume_size,
         first_members: volume.status.first_members.clone(),
         secret: volume.spec.secret.clone(),
@@ -384,7 +384,7 @@ fn ask_for_deletion(decision: &mut Decision, replica: &Replica, record: &str) {
     decision.call(&spec.node_id, AgentCall::StopInstance { instance, attach: 0 });
     let call = AgentCall::DeleteReplica {
         disk_path: spec.disk_path.clone(),
-        disk_uuid: spec.disk_id.clone(),
+        disk_uuid: spec.disk_uuid(),
         volume: spec.volume_name.clone(),
         replica_id: spec.replica_id,
         record: record.to_owned(),

@@ -26,7 +26,7 @@ fn trashed(volume: &Volume, id: u64, deleted_ms: u64, failed: bool) -> Trashed {
     let mut there = Trashed {
         node: NodeName::new(&format!("n{id}")).unwrap(),
         disk_path: "/disk".to_owned(),
-        disk_uuid: "disk".to_owned(),
+        disk_uuid: Some("disk".to_owned()),
         volume: volume.spec.volume_name.clone(),
         replica_id: ReplicaId::from_random(id),
         deleted_ms,

@@ -73,7 +73,7 @@ impl Run<'_> {
             &chosen.spec.node_id,
             AgentCall::SalvageReplica {
                 disk_path: chosen.spec.disk_path.clone(),
-                disk_uuid: chosen.spec.disk_id.clone(),
+                disk_uuid: chosen.spec.disk_uuid(),
                 volume: self.stored.spec.volume_name.clone(),
                 replica_id: salvage.replica_id,
                 attach: salvage.attach,
