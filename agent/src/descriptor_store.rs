@@ -230,7 +230,7 @@ mod tests {
         drop(store);
         let deadline = Instant::now() + Duration::from_secs(30);
         while socket.upgrade().is_some() {
-            assert!(Instant::now() < deadline, "its thread goes on");
+            assert!(Instant::now() < deadline, "the thread continues");
             thread::yield_now();
         }
     }

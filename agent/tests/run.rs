@@ -151,7 +151,7 @@ fn continues_if_its_own_files_are_lost_or_older_than_the_replicas() {
     fs::write(dir.path().join("volume.json"), old).unwrap();
     fs::remove_file(dir.path().join("engine.json")).unwrap();
     let generation = once(3);
-    assert!(generation.starts_with("4.0#"), "above what the replicas know: {generation}");
+    assert!(generation.starts_with("4.0#"), "above the generations that the replicas know: {generation}");
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! The agent with instances as units of systemd, on a real kernel, in a virtual machine. This test fails
-//! where VMs cannot run.
+//! if VMs cannot run.
 //!
 //! The program in the machine is a copy of this test binary.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]

@@ -22,7 +22,7 @@
     clippy::cast_precision_loss,
     dead_code,
     missing_docs,
-    reason = "a benchmark ends where something it relies on is not so"
+    reason = "a benchmark ends if an assumption of it is wrong"
 )]
 
 #[path = "../tests/support/agent.rs"]

@@ -1,6 +1,6 @@
 //! Tests the daily use of shorthornctl: lists, problems, places of replicas. The real programs run over
 //! agents in memory.
-#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 mod support;
 

@@ -1,6 +1,6 @@
 //! shorthornctl on a laptop: through an API server to the pod that leads. The API server is a stand-in, and
 //! the controller behind the forwarded port is the real one.
-#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 #[path = "support/apiserver.rs"]
 mod apiserver;

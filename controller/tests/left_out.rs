@@ -1,5 +1,5 @@
 //! Errors name an object that the store cannot read, and no rule decides without it.
-#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 mod support;
 

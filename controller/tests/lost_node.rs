@@ -1,5 +1,5 @@
 //! Tests the loss of a node with an attached volume.
-#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 mod support;
 

@@ -1,5 +1,5 @@
 //! Volumes that are not well: the arbiter, replaced replicas, the operator's questions and decisions.
-#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 mod support;
 

@@ -1,5 +1,5 @@
 //! Kills the real controller with SIGKILL, again and again, while everything continues.
-#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 mod support;
 

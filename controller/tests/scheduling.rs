@@ -1,5 +1,5 @@
 //! Tests the places of replicas and drains, through the controller process and shorthornctl.
-#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 mod support;
 

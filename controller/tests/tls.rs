@@ -1,5 +1,5 @@
 //! The real controller and the real shorthornctl with TLS around an agent in memory.
-#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 mod support;
 

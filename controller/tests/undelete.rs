@@ -1,5 +1,5 @@
 //! Tests events beside an undeletion, and beside the deletion before it.
-#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 mod support;
 
@@ -192,7 +192,7 @@ async fn a_replica_deleted_during_the_undeletion_is_restored_and_no_older_one() 
     let answer = nodes.undelete().await.unwrap();
     assert!(answer.problems.is_empty(), "{:?}", answer.problems);
     assert!(a.directories().len() == 1 && b.directories().len() == 1);
-    assert_eq!((a.trashed(), b.trashed()), (vec![3], vec![]), "what is older stays");
+    assert_eq!((a.trashed(), b.trashed()), (vec![3], vec![]), "older data stays");
     assert!(nodes.store.state().volumes.contains_key("v"));
     nodes.check();
 }

@@ -1,5 +1,5 @@
 //! The engines of several volumes are replaced by one command, or by two.
-#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 mod support;
 

@@ -124,7 +124,7 @@ impl Network {
 impl Drop for Network {
     fn drop(&mut self) {
         for namespace in (0..self.hosts).map(|host| self.host(host)).chain([self.hub()]) {
-            // There may be less than all of it where making it has failed.
+            // A part of it may be missing if making it has failed.
             let _ = remove_namespace(&namespace);
         }
     }

@@ -259,7 +259,7 @@ fn a_volume_continues_without_a_dead_replica() -> Result<()> {
 }
 
 fn until_degraded(hosts: &Hosts) -> Result<()> {
-    until("engine that goes on without a replica", LIMIT, || {
+    until("engine that continues without a replica", LIMIT, || {
         let status = hosts.engine_status(0, VOLUME)?;
         Ok((!is_whole(&status)).then_some(()))
     })
@@ -304,7 +304,7 @@ fn half_of_a_volume_waits_for_the_controller() -> Result<()> {
             cluster.hosts.start_controller()?;
             let answers = load.answered() - frozen_at;
             let waited = if answers > 0 { Duration::ZERO } else { load.wait_for_answers(1, LIMIT)? };
-            println!("a volume of two goes on {waited:?} after the controller answers its clients");
+            println!("a volume of two continues {waited:?} after the controller answers its clients");
             ensure!(waited < Duration::from_secs(20), "thawing took {waited:?}");
             cluster.hosts.set_link(other, true)?;
             until_whole(&cluster.hosts.engine_control(0, VOLUME), LIMIT)?;

@@ -215,7 +215,7 @@ fn pod_path(pod: &str) -> String {
     format!("/api/v1/namespaces/default/pods/{pod}")
 }
 
-/// A pod comes off a lost node, and its volume with it, only where everything says that it may.
+/// A pod leaves a lost node, and its volume with it, only if every sign permits it.
 #[test]
 fn pods_of_a_lost_node_are_force_deleted() -> Result<()> {
     let mut cluster = Cluster::start()?;
@@ -283,8 +283,8 @@ fn other_pods_stay(cluster: &Cluster) -> Result<()> {
     for pod in ["other-driver", "daemon", "time-left", "not-deleted", "without-volume"] {
         ensure!(cluster.api.find(&pod_path(pod))?.is_some(), "pod {pod} is gone");
     }
-    ensure!(!cluster.is_deleting("two")?, "the attachment goes from under a pod");
-    ensure!(!cluster.is_deleting("foreign")?, "the attachment of another driver goes");
+    ensure!(!cluster.is_deleting("two")?, "the attachment of a running pod is deleted");
+    ensure!(!cluster.is_deleting("foreign")?, "the attachment of another driver is deleted");
     let deleted = cluster.deletions()?;
     ensure!(deleted == ["delete pods force-deleted", "delete volumeattachments csi-one"], "{deleted:?}");
     Ok(())
@@ -295,12 +295,12 @@ fn other_pods_stay(cluster: &Cluster) -> Result<()> {
 fn the_last_pods_go(cluster: &Cluster, node: &str) -> Result<()> {
     cluster.evict("not-deleted", 1)?;
     cluster.until_gone(&pod_path("not-deleted"))?;
-    ensure!(!cluster.is_deleting("two")?, "the attachment goes from under a pod");
+    ensure!(!cluster.is_deleting("two")?, "the attachment of a running pod is deleted");
     for pod in ["other-driver", "daemon", "time-left"] {
         cluster.api.ok("DELETE", &pod_path(pod), Some(&json!({ "gracePeriodSeconds": 0 })))?;
     }
     until("attachment that is being deleted", LIMIT, || Ok(cluster.is_deleting("two")?.then_some(())))?;
-    ensure!(!cluster.is_deleting("foreign")?, "the attachment of another driver of {node} goes");
+    ensure!(!cluster.is_deleting("foreign")?, "the attachment of another driver of {node} is deleted");
     Ok(())
 }
 

@@ -412,7 +412,7 @@ fn a_scrub_without_repair_only_reports() -> Result<()> {
     let scrub = volume.scrub(REPAIR, LIMIT)?;
     ensure!(
         (scrub.found, scrub.repaired) == (1, 1),
-        "what is put right in a snapshot is right in the volume: {scrub:?}"
+        "a repaired block of a snapshot is right in the volume: {scrub:?}"
     );
     all_are_equal(folder.path(), volume)
 }

@@ -1,5 +1,5 @@
 //! Tests iSCSI on a real kernel that has neither ublk nor NBD: both modules are on the kernel's command line
-//! as not to be loaded. multipathd runs beside the volume. These tests fail where VMs cannot run.
+//! as not to be loaded. multipathd runs beside the volume. These tests fail if VMs cannot run.
 
 use std::fs;
 use std::time::{Duration, Instant};

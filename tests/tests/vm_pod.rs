@@ -1,5 +1,5 @@
 //! Tests the agent in a container of a host that has nothing of Shorthorn, on a kernel without ublk and NBD.
-//! These tests fail where VMs cannot run.
+//! These tests fail if VMs cannot run.
 
 use std::time::Duration;
 

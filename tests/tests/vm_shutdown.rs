@@ -21,7 +21,7 @@ mount -o _netdev /dev/longhorn/v1 /stage
 mount -o bind,_netdev /stage $pod/volumes/v1/mount
 mkdir /stage/sub
 mount --bind /stage/sub $pod/volume-subpaths/v1/c/0
-# As libcontainer makes them: without what has a unit stop when the host goes down.
+# As libcontainer makes them: without the lines that stop a unit when the host shuts down.
 printf '[Unit]\\nDefaultDependencies=no\\n' > /run/systemd/system/kubepods.slice
 systemctl daemon-reload
 systemd-run --quiet --unit=c1 --slice=kubepods.slice -p DefaultDependencies=no -p PrivateMounts=yes \\

@@ -108,7 +108,7 @@ pub(crate) fn format(device: &Device, kind: FsKind) -> Result<(), CsiError> {
 fn make(path: &Path, kind: FsKind) -> Tool {
     let tool = match kind {
         // A volume that has never been written to has nothing to discard. No blocks for root alone; 4 KiB
-        // blocks also where the volume is small, because it may grow.
+        // blocks also if the volume is small, because it may grow.
         FsKind::Ext4 => Tool::new("mkfs.ext4", FORMAT_LIMIT).args([
             "-q",
             "-F",

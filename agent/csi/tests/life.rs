@@ -157,7 +157,7 @@ async fn read_only_targets() {
     refused(other, Code::AlreadyExists, "read-only");
     let other = client.publish(publish("v2", &node.staging("v2"), &writer, many())).await;
     refused(other, Code::FailedPrecondition, "read-only");
-    assert!(!writer.exists(), "nothing is left of what was refused");
+    assert!(!writer.exists(), "the refused call leaves nothing");
     client.unpublish("v2", &reader).await.unwrap();
     client.publish(publish("v2", &node.staging("v2"), &writer, many())).await.unwrap();
     assert!(takes_data(&writer));
@@ -337,7 +337,7 @@ async fn a_target_for_each_writer_that_the_mode_allows() {
                 assert_eq!(mounts_at(&second), 1);
             } else {
                 refused(answer, Code::FailedPrecondition, first.to_str().unwrap());
-                assert!(!second.exists(), "nothing is left of what was refused");
+                assert!(!second.exists(), "the refused call leaves nothing");
             }
             client.publish(publish(volume, &staging, &first, wanted())).await.unwrap();
             client.unpublish(volume, &second).await.unwrap();

@@ -1,5 +1,5 @@
 //! Tests the users of a block device: loop devices stand for those of volumes.
-#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 use std::fs;
 use std::path::Path;

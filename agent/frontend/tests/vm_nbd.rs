@@ -1,5 +1,5 @@
 //! The frontend nbd on real kernels, in a virtual machine: most of them on Debian 12's, which has no ublk.
-//! These tests fail where VMs cannot run.
+//! These tests fail if VMs cannot run.
 
 mod guest;
 

@@ -1,4 +1,4 @@
-//! The frontend ublk on a real kernel, in a virtual machine. These tests fail where VMs cannot run.
+//! The frontend ublk on a real kernel, in a virtual machine. These tests fail if VMs cannot run.
 
 mod guest;
 

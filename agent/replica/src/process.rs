@@ -157,7 +157,7 @@ fn start_control(
 ) -> Result<(ControlServer, Publisher), ReplicaError> {
     let (woken, next_address) = (Arc::clone(woken), Arc::clone(next_address));
     let on_command = move |command| match command {
-        // It fails only where the counter is full: then the process is being woken already.
+        // It fails only if the counter is full: then the process is being woken already.
         ProcessCommand::Stop | ProcessCommand::Handover => drop(woken.write(1)),
         // If the data thread is gone, no engine is served any more.
         ProcessCommand::Fence { generation } => drop(mailbox.send(Message::Fence(generation))),

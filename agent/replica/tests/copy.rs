@@ -211,7 +211,7 @@ fn a_member_is_not_thrown_away() {
     broken.layers.swap(0, 1);
     let (errno, _) = client.ask::<_, CopyState>(Opcode::CopyBegin, &broken).unwrap_err();
     assert_eq!(errno, libc::EINVAL);
-    assert!(client.read(0, 4096).unwrap() == [5; 4096], "what was refused changed nothing");
+    assert!(client.read(0, 4096).unwrap() == [5; 4096], "the refused request changed nothing");
     let CopyState { done } = client.ask(Opcode::CopyBegin, &list).unwrap();
     assert_eq!(done, [false, false]);
     assert!(client.read(0, 4096).unwrap() == [0; 4096]);

@@ -59,7 +59,7 @@ fn it_ends_once_no_engine_is_connected_and_serves_again() {
     let reported = replica.status();
     assert!(reported.phase == ReplicaPhase::Serving && reported.failures == 1, "{reported:?}");
     let (mut client, welcome) = replica.try_open(generation(2), 0).unwrap();
-    assert!(welcome.lost_cache, "what was written before may be gone");
+    assert!(welcome.lost_cache, "earlier writes may be gone");
     client.write(0, &pattern(1, 4096)).unwrap();
     replica.kill();
 

@@ -138,7 +138,11 @@ fn a_replica_that_leaves_is_tracked_until_it_is_back() {
     let without = view(1, 1, &[7]);
     let basis = welcome.report;
     client.send_text(Opcode::Propose, &ViewMessage { view: without, basis: basis.clone() }).unwrap();
-    assert_eq!(regions(&mut client, out_of_sync), Some([4].into()), "what may be in flight");
+    assert_eq!(
+        regions(&mut client, out_of_sync),
+        Some([4].into()),
+        "regions of requests that may be in flight"
+    );
     client.write(9 * REGION, &[1; 512]).unwrap();
     replica.kill();
 

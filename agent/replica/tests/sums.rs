@@ -78,7 +78,7 @@ fn it_reports_the_sum_of_a_piece_and_the_next_piece_with_data() {
         let (errno, refusal) = client.ask::<_, LayerCheck>(Opcode::CheckLayer, &asked).unwrap_err();
         assert_eq!(errno, libc::EINVAL, "{image} {offset_bytes} {refusal:?}");
     }
-    assert!(check(&mut client, 1).is_ok(), "what was refused has no other effect");
+    assert!(check(&mut client, 1).is_ok(), "the refused request has no other effect");
 }
 
 #[test]

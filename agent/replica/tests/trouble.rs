@@ -351,7 +351,7 @@ fn restarted_after(meets_it: impl FnOnce(Replica, Client)) {
     drop(head);
     let replica = Replica::start(&spec);
     let (_, welcome) = replica.try_open(generation(2), 0).unwrap();
-    assert!(welcome.lost_cache, "what was written before may be gone");
+    assert!(welcome.lost_cache, "earlier writes may be gone");
 }
 
 #[test]

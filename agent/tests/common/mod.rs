@@ -162,5 +162,5 @@ pub fn wait_for_status(path: &Path, wanted: impl Fn(&shorthorn_control::Status) 
             thread::yield_now();
         }
     });
-    waited.recv_timeout(LIMIT).expect("the process never said what was wanted");
+    waited.recv_timeout(LIMIT).expect("the process did not print the wanted line");
 }

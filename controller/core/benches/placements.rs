@@ -9,7 +9,7 @@
     clippy::unwrap_used,
     clippy::disallowed_types,
     missing_docs,
-    reason = "a benchmark has a clock, and ends where something it relies on is not so"
+    reason = "a benchmark has a clock, and ends if an assumption of it is wrong"
 )]
 
 use std::collections::{BTreeMap, BTreeSet};

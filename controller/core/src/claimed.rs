@@ -262,7 +262,10 @@ mod tests {
         assert!(kept.metadata.is_deleting() && !kept.is_deleting());
         assert_eq!(kept.deletion_waits_for(), Some("pvc-1"));
         kept.status.state = VolumeState::Deleting;
-        assert!(kept.is_deleting() && kept.deletion_waits_for().is_none(), "what has begun is ended");
+        assert!(
+            kept.is_deleting() && kept.deletion_waits_for().is_none(),
+            "a deletion that has begun continues"
+        );
         assert!(asked(None).is_deleting());
     }
 }

@@ -70,8 +70,8 @@ impl DeleteNode {
         if let (Some(sentence), false) = (cluster.unknown_on(&self.name), self.force) {
             return Err(RequestError::LeftOut(sentence));
         }
-        let goes = |replica: &Replica| replica.spec.node_id.as_str() == self.name;
-        let lost = Losses::of(cluster, cluster.replicas_on(&self.name), goes);
+        let is_lost = |replica: &Replica| replica.spec.node_id.as_str() == self.name;
+        let lost = Losses::of(cluster, cluster.replicas_on(&self.name), is_lost);
         if let (Some(sentence), false) = (lost.unknown(cluster), self.force) {
             return Err(RequestError::LeftOut(sentence));
         }

@@ -20,31 +20,31 @@ pub enum Survivors {
     NoCopy,
 }
 
-/// Returns the outcome for the volume without the replicas for which `goes` is true. A view that was granted
-/// and not reported yet may be the newest. The worse outcome of that view and the known view counts.
+/// Returns the outcome for the volume without the replicas for which `is_lost` is true. A view that was
+/// granted and not reported yet may be the newest. The worse outcome of that view and the known view counts.
 #[must_use]
-pub fn without(cluster: &ClusterState, volume: &Volume, goes: impl Fn(&Replica) -> bool) -> Survivors {
-    let known = without_of(cluster, volume, &goes, |replica| is_member(cluster, volume, replica));
+pub fn without(cluster: &ClusterState, volume: &Volume, is_lost: impl Fn(&Replica) -> bool) -> Survivors {
+    let known = without_of(cluster, volume, &is_lost, |replica| is_member(cluster, volume, replica));
     let granted = volume.status.arbiter.granted().filter(|_| volume.status.grant_unreported);
     let Some(granted) = granted else { return known };
     let of_granted =
-        without_of(cluster, volume, &goes, |replica| granted.members.contains(replica.spec.replica_id));
+        without_of(cluster, volume, &is_lost, |replica| granted.members.contains(replica.spec.replica_id));
     known.max(of_granted)
 }
 
 fn without_of(
     cluster: &ClusterState,
     volume: &Volume,
-    goes: impl Fn(&Replica) -> bool,
+    is_lost: impl Fn(&Replica) -> bool,
     is_member: impl Fn(&Replica) -> bool,
 ) -> Survivors {
     let has_data = |replica: &&Replica| replica.status.data == DataState::Present;
-    let is_left = |replica: &&Replica| !goes(replica) && !given_up::is_replica_given_up(cluster, replica);
+    let is_left = |replica: &&Replica| !is_lost(replica) && !given_up::is_replica_given_up(cluster, replica);
     let all: Vec<&Replica> = cluster.replicas_of(&volume.spec.volume_name).collect();
     let members: Vec<&Replica> = all.iter().copied().filter(|replica| is_member(replica)).collect();
-    if !members.iter().any(|replica| has_data(replica) && goes(replica)) {
+    if !members.iter().any(|replica| has_data(replica) && is_lost(replica)) {
         // The view does not change. The very last data is the only source of a salvage.
-        let loses = all.iter().any(|replica| has_data(replica) && goes(replica));
+        let loses = all.iter().any(|replica| has_data(replica) && is_lost(replica));
         let has_some = all.iter().any(|replica| has_data(replica) && is_left(replica));
         return if loses && !has_some { Survivors::NoCopy } else { Survivors::Enough };
     }
@@ -73,7 +73,7 @@ impl<'a> Losses<'a> {
     pub(crate) fn of(
         cluster: &'a ClusterState,
         replicas: impl Iterator<Item = &'a Replica>,
-        goes: impl Fn(&Replica) -> bool,
+        is_lost: impl Fn(&Replica) -> bool,
     ) -> Losses<'a> {
         let names: BTreeSet<&str> = replicas.map(|replica| replica.spec.volume_name.as_str()).collect();
         let mut losses = Losses { all: names.clone(), ..Losses::default() };
@@ -81,7 +81,7 @@ impl<'a> Losses<'a> {
             let Some(volume) = cluster.volumes.get(name).filter(|volume| !volume.is_deleting()) else {
                 continue;
             };
-            match without(cluster, volume, &goes) {
+            match without(cluster, volume, &is_lost) {
                 Survivors::Enough => {}
                 Survivors::TooFew => drop(losses.too_many.insert(name)),
                 Survivors::NoCopy => drop(losses.everything.insert(name)),

@@ -1,6 +1,6 @@
 //! The Controller service of CSI on the real controller, over agents in memory; and over a store alone,
 //! if the tests play the reconcilers.
-#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 mod creation;
 mod kills;

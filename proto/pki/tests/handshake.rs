@@ -1,5 +1,5 @@
 //! Real handshakes between this crate's servers and clients: each certificate that must not work does not.
-#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 use std::net::SocketAddr;
 use std::time::{Duration, SystemTime};

@@ -1,5 +1,5 @@
 //! Each method of our interfaces has an entry in the access table, and each entry has a method.
-#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 use std::collections::BTreeSet;
 

@@ -157,7 +157,7 @@ mod tests {
         assert_eq!(
             (all.first_stamp([Some(20)]), none.first_stamp([None])),
             (8, 6),
-            "above what others may have"
+            "above the stamps that others may have"
         );
         assert_eq!(none.first_stamp([None, Some(20), Some(3)]), 22);
         assert_eq!(combine_sets(&[], 1, 10).is_complete, [false]);

@@ -213,13 +213,13 @@ mod tests {
         assert!(!loses_writes(&[fenced(1, now, &[]), fenced(2, now, &[]), fenced(3, now, &[])]));
         assert!(!loses_writes(&[lost(1), lost(2), fenced(3, now, &[])]), "one has kept everything");
         assert!(loses_writes(&[lost(1), lost(2), lost(3)]));
-        assert!(loses_writes(&[lost(1), lost(2)]), "who is silent does not help");
+        assert!(loses_writes(&[lost(1), lost(2)]), "a silent replica does not help");
         let rebuilding = FencedReplica { rebuilding: true, ..fenced(3, now, &[]) };
-        assert!(loses_writes(&[lost(1), lost(2), rebuilding]), "nor who lacks data");
+        assert!(loses_writes(&[lost(1), lost(2), rebuilding]), "nor does one that lacks data");
         let older = fenced(3, view(2, &[1, 2, 3]), &[]);
         let alone = view(3, &[1]);
         let last = FencedReplica { lost_cache: true, ..fenced(1, alone, &[]) };
-        assert!(loses_writes(&[last, older]), "nor who had left the view");
+        assert!(loses_writes(&[last, older]), "nor does one that had left the view");
     }
 
     #[test]
@@ -228,7 +228,7 @@ mod tests {
         let broken = FencedReplica { rebuilding: true, ..fenced(2, now, &[]) };
         let plan = plan(&[fenced(1, now, &[]), broken], None).unwrap();
         assert_eq!(plan.members, ids(&[1]));
-        assert!(!plan.basis.needs_grant, "what it knows of views counts");
+        assert!(!plan.basis.needs_grant, "the views that it knows count");
         assert_eq!(plan.unfit.len(), 1);
         assert_eq!(plan.unfit[0].0, id(2));
     }

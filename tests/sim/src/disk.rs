@@ -315,7 +315,7 @@ impl Files {
         self.has_grown = true;
     }
 
-    /// Lets no repair uncover a block: a full copy does not find what its source lacks in a snapshot.
+    /// Lets no repair uncover a block: a full copy does not find blocks of a snapshot that its source lacks.
     pub fn copy_covered(&mut self) {
         for block in std::mem::take(&mut self.covered).into_keys() {
             if self.head.get(block).is_none() {

@@ -32,7 +32,7 @@ impl Simulation {
         }
         let known = self.hosts[host].generation;
         if self.controller.attach < known.attach {
-            return; // its spec is older than what this host knows
+            return; // its spec is older than the one that this host knows
         }
         let generation = if self.controller.attach > known.attach {
             // The attachment passes the knowledge of the controller on.

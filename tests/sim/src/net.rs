@@ -176,7 +176,7 @@ impl Conn {
 
 /// The connections whose messages a cut holds back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whom {
+pub enum CutScope {
     /// The connections between a host and a replica.
     Pair(usize, usize),
     /// The connections of one engine process.
@@ -189,7 +189,7 @@ pub struct Cut {
     /// To repair this one and no other.
     pub id: u64,
     /// The affected connections.
-    pub whom: Whom,
+    pub scope: CutScope,
     /// True for the messages to the replica.
     pub to_replica: bool,
     /// True for the messages to the engine.
@@ -201,9 +201,9 @@ impl Cut {
     pub fn holds(&self, conn: &Conn, to_replica: bool) -> bool {
         let is_direction = if to_replica { self.to_replica } else { self.to_engine };
         is_direction
-            && match self.whom {
-                Whom::Pair(host, replica) => (host, replica) == (conn.host, conn.replica),
-                Whom::Engine(engine) => engine == conn.engine,
+            && match self.scope {
+                CutScope::Pair(host, replica) => (host, replica) == (conn.host, conn.replica),
+                CutScope::Engine(engine) => engine == conn.engine,
             }
     }
 }

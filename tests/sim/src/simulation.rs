@@ -12,7 +12,7 @@ use crate::checker::{Checker, Micros};
 use crate::engine::{EngineProc, Host};
 use crate::faults::Fault;
 use crate::guest::{Guest, Outstanding};
-use crate::net::{Answer, Conn, ConnId, Cut, Direction, Message, Whom};
+use crate::net::{Answer, Conn, ConnId, Cut, CutScope, Direction, Message};
 use crate::occurrence::Occurrence;
 use crate::replica::Replica;
 use crate::script::{HOSTS, Layout, Script};
@@ -339,7 +339,7 @@ impl Simulation {
     /// Holds the messages of a dead engine back until `until`.
     pub fn hold_messages_of(&mut self, engine: u64) -> u64 {
         let id = self.fresh();
-        self.cuts.push(Cut { id, whom: Whom::Engine(engine), to_replica: true, to_engine: false });
+        self.cuts.push(Cut { id, scope: CutScope::Engine(engine), to_replica: true, to_engine: false });
         id
     }
 

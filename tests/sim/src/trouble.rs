@@ -5,7 +5,7 @@ use shorthorn_replica_core::RotLimits;
 use shorthorn_types::limits::BLOCK_BYTES;
 
 use crate::faults::Fault;
-use crate::net::{Conn, ConnId, Cut, Whom};
+use crate::net::{Conn, ConnId, Cut, CutScope};
 use crate::occurrence::{Mend, Occurrence};
 use crate::replica::Replica;
 use crate::replica_process::Rotting;
@@ -71,7 +71,7 @@ impl Simulation {
         match *fault {
             Fault::Partition { host, victim, to_replica, to_engine, for_us } => {
                 let (id, replica) = (self.fresh(), self.victim(victim));
-                self.cuts.push(Cut { id, whom: Whom::Pair(host, replica), to_replica, to_engine });
+                self.cuts.push(Cut { id, scope: CutScope::Pair(host, replica), to_replica, to_engine });
                 self.after(for_us, Occurrence::Mend(Mend::Cut(id)));
                 true
             }

@@ -40,7 +40,7 @@ impl Workload {
             "--norandommap=1".into(),
         ];
         if self.rw == "write" {
-            return arguments; // once over the whole range: it is what the others overwrite
+            return arguments; // once over the whole range: the others overwrite it
         }
         arguments.extend(["--time_based=1".into(), format!("--runtime={seconds}")]);
         arguments

@@ -13,7 +13,7 @@ use super::limits::{Times, limit};
 use super::link::Way;
 use super::pulse::Pulse;
 use super::report::{EngineEnds, Outcome, Report};
-use super::volume::{Volume, Who};
+use super::volume::{Volume, VolumeProcess};
 use super::watch::Watch;
 use super::{Options, say};
 use crate::guest::{Guest, GuestOptions, WrongByte};
@@ -202,10 +202,10 @@ impl<'a> Lane<'a> {
     fn begin(&self, hit: &Hit) -> Result<()> {
         let (replica, link) = (hit.replica, self.volume.link(hit.replica));
         match hit.kind {
-            Kind::ReplicaKilled => self.volume.kill(Who::Replica(replica))?,
-            Kind::EngineKilled => self.volume.kill(Who::Engine)?,
-            Kind::ReplicaPaused => self.volume.signal(Who::Replica(replica), Signal::SIGSTOP)?,
-            Kind::EnginePaused => self.volume.signal(Who::Engine, Signal::SIGSTOP)?,
+            Kind::ReplicaKilled => self.volume.kill(VolumeProcess::Replica(replica))?,
+            Kind::EngineKilled => self.volume.kill(VolumeProcess::Engine)?,
+            Kind::ReplicaPaused => self.volume.signal(VolumeProcess::Replica(replica), Signal::SIGSTOP)?,
+            Kind::EnginePaused => self.volume.signal(VolumeProcess::Engine, Signal::SIGSTOP)?,
             Kind::LinkCut => self.volume.cut(replica, true)?,
             Kind::ToReplicaCut => link.cut(Way::ToReplica, true),
             Kind::FromReplicaCut => link.cut(Way::FromReplica, true),
@@ -233,10 +233,10 @@ impl<'a> Lane<'a> {
     fn end(&self, hit: &Hit) -> Result<()> {
         let (replica, link) = (hit.replica, self.volume.link(hit.replica));
         match hit.kind {
-            Kind::ReplicaKilled => self.volume.revive(Who::Replica(replica)),
-            Kind::EngineKilled => self.volume.revive(Who::Engine),
-            Kind::ReplicaPaused => self.resume(Who::Replica(replica)),
-            Kind::EnginePaused => self.resume(Who::Engine),
+            Kind::ReplicaKilled => self.volume.revive(VolumeProcess::Replica(replica)),
+            Kind::EngineKilled => self.volume.revive(VolumeProcess::Engine),
+            Kind::ReplicaPaused => self.resume(VolumeProcess::Replica(replica)),
+            Kind::EnginePaused => self.resume(VolumeProcess::Engine),
             Kind::LinkCut => self.volume.cut(replica, false)?,
             Kind::ToReplicaCut => link.cut(Way::ToReplica, false),
             Kind::FromReplicaCut => link.cut(Way::FromReplica, false),
@@ -251,8 +251,8 @@ impl<'a> Lane<'a> {
     }
 
     /// Continues the processes; one that has ended meanwhile needs no SIGCONT.
-    fn resume(&self, who: Who) {
-        let _ = self.volume.signal(who, Signal::SIGCONT);
+    fn resume(&self, process: VolumeProcess) {
+        let _ = self.volume.signal(process, Signal::SIGCONT);
     }
 }
 

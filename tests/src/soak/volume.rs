@@ -34,18 +34,18 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 const ENGINE: usize = REPLICAS;
 const ENGINE_NAME: &str = "engine";
 
-/// A process of a volume.
+/// The target of a fault.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Who {
+pub(super) enum VolumeProcess {
     Replica(usize),
     Engine,
 }
 
-impl Who {
+impl VolumeProcess {
     fn index(self) -> usize {
         match self {
-            Who::Replica(replica) => replica,
-            Who::Engine => ENGINE,
+            VolumeProcess::Replica(replica) => replica,
+            VolumeProcess::Engine => ENGINE,
         }
     }
 }
@@ -104,16 +104,16 @@ impl Volume {
     }
 
     /// Kills the process with SIGKILL; it starts again once [`Volume::revive`] is called.
-    pub fn kill(&self, who: Who) -> Result<()> {
-        self.processes.kill(who.index())
+    pub fn kill(&self, process: VolumeProcess) -> Result<()> {
+        self.processes.kill(process.index())
     }
 
-    pub fn revive(&self, who: Who) {
-        self.processes.release(who.index());
+    pub fn revive(&self, process: VolumeProcess) {
+        self.processes.release(process.index());
     }
 
-    pub fn signal(&self, who: Who, what: Signal) -> Result<()> {
-        self.processes.signal(who.index(), what)
+    pub fn signal(&self, process: VolumeProcess, what: Signal) -> Result<()> {
+        self.processes.signal(process.index(), what)
     }
 
     /// Cuts the link to a replica in both directions, or heals it.

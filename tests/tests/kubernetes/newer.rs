@@ -109,6 +109,6 @@ fn helm_installs_upgrades_and_removes() -> Result<()> {
     tools.run("helm", &upgrade)?;
     ensure!(api.find(&format!("{POLICIES}/volumes.shorthorn.io"))?.is_none(), "the guard stays");
     tools.run("helm", &["uninstall", "shorthorn", "-n", NAMESPACE])?;
-    ensure!(api.names("volumes")? == ["v"], "the volume goes with the chart");
+    ensure!(api.names("volumes")? == ["v"], "the chart deletes the volume");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The harness itself, on real VMs. These tests fail where VMs cannot run.
+//! The harness itself, on real VMs. These tests fail if VMs cannot run.
 
 use std::fs;
 use std::io::{BufRead, BufReader};

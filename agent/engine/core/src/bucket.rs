@@ -120,7 +120,7 @@ mod tests {
     fn takes_its_share_of_a_busy_frontend_and_all_of_an_idle_one() {
         let limits = limits(0, 20);
         let bytes = copied(limits, 40 << 20);
-        assert!((995 << 20..1005 << 20).contains(&bytes), "a fifth of what moves: {bytes}");
+        assert!((995 << 20..1005 << 20).contains(&bytes), "a fifth of the bytes that move: {bytes}");
         assert!(copied(limits, 0) >= 1 << 40);
     }
 

@@ -289,16 +289,16 @@ impl Copy {
         if self.step == CopyStep::Read {
             return false;
         }
-        let who = PeerMask::one(peer);
+        let one = PeerMask::one(peer);
         match self.why {
             CopyReason::Repair { .. } => {
-                self.targets = self.targets.without(who);
-                self.to = self.to.without(who);
+                self.targets = self.targets.without(one);
+                self.to = self.to.without(one);
                 true
             }
             // It stays a target of the pieces that follow.
             CopyReason::Failed { .. } if self.rotten.has(peer) => {
-                self.to = self.to.without(who);
+                self.to = self.to.without(one);
                 if self.to.is_empty() {
                     self.step = CopyStep::Write { at_bytes: self.piece.length() };
                 }

@@ -74,7 +74,7 @@ impl EngineCore {
     /// Creates a core that serves `config.view`. Allocates all that requests will ever need.
     #[must_use]
     pub fn new(config: &CoreConfig) -> EngineCore {
-        assert!(config.copy_slots > 1, "nothing to copy with beside what a failed request needs");
+        assert!(config.copy_slots > 1, "a failed request needs one copy slot, and other copies another");
         let regions = Regions::of(config.size_bytes);
         let slots = Slots::new(config.queues, config.depth, config.copy_slots);
         let every = usize::from(config.queues) * usize::from(config.depth) + usize::from(config.copy_slots);

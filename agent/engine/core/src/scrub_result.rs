@@ -443,12 +443,12 @@ mod tests {
         let kept = |members: &[(u32, u32)]| kept_after(true, members);
         assert_eq!(kept(&[(1, NONE), (1, NONE)]), [1, 1], "the first time that all agree");
         assert_eq!(kept(&[(1, NONE)]), [NONE], "no other member says so");
-        assert_eq!(kept(&[(2, 1)]), [1], "what it holds now is rot");
+        assert_eq!(kept(&[(2, 1)]), [1], "the present data is rot");
         assert_eq!(kept(&[(1, NONE), (2, NONE)]), [NONE, NONE]);
         assert_eq!(kept(&[(1, NONE), (2, NONE), (1, NONE)]), [1, NONE, 1], "the majority says so");
         assert_eq!(kept(&[(1, 1), (2, 1)]), [1, 1], "it still has to be found the next time");
         assert_eq!(kept(&[(1, NONE), (NONE, NONE)]), [NONE, NONE]);
-        assert_eq!(kept(&[(2, 1), (2, 1)]), [2, 2], "both agree on what came after");
+        assert_eq!(kept(&[(2, 1), (2, 1)]), [2, 2], "both agree on later data");
         assert_eq!(kept(&[(2, 1), (2, NONE)]), [1, NONE], "the second may be a copy of the first");
         assert_eq!(kept(&[(2, 9), (9, NONE), (2, NONE)]), [9, 9, NONE], "the first one says so");
         let left = |members: &[(u32, u32)]| kept_after(false, members);

@@ -121,7 +121,7 @@ fn one_of_two_continues_with_the_grant_of_the_arbiter() {
     let wanted = frozen.grant_wanted.unwrap();
     assert_eq!((wanted.view.members.len(), wanted.stored), (1, wanted.view.members));
     volume.request(&ProcessCommand::Grant { view: wanted.view });
-    volume.wait("it goes on", move |engine| {
+    volume.wait("the copy continues", move |engine| {
         engine.phase == EnginePhase::Serving
             && engine.view == Some(wanted.view)
             && engine.grant_wanted.is_none()

@@ -242,7 +242,7 @@ fn message(family: u16, sequence: u32, command: u8, version: u8, attributes: &[u
     message.extend(family.to_ne_bytes());
     message.extend((NLM_F_REQUEST | NLM_F_ACK).to_ne_bytes());
     message.extend(sequence.to_ne_bytes());
-    message.extend([0; 4]); // the kernel fills in who we are
+    message.extend([0; 4]); // the kernel fills in the port of the sender
     message.extend([command, version, 0, 0]);
     message.extend(attributes);
     message

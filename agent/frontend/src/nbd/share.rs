@@ -62,7 +62,7 @@ impl SlotShare {
     /// # Panics
     /// No slot was claimed.
     pub(super) fn take(&mut self) -> u16 {
-        self.pool.take().expect("a claim is granted only where there are slots")
+        self.pool.take().expect("a claim is granted only if slots are free")
     }
 
     /// Returns `slot`, which `connection` does not need any more.

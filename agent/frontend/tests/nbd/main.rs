@@ -1,5 +1,5 @@
 //! The frontend `socket`, and with it all of the NBD server, in front of a volume in memory.
-#![allow(clippy::unwrap_used, reason = "what goes wrong in a test is to end it")]
+#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 mod clients;
 mod host;

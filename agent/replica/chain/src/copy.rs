@@ -109,7 +109,7 @@ impl CopyList {
         let done = |number: usize| done.get(number).copied().unwrap_or(false);
         let kept: BTreeSet<&ImageName> =
             (0..).zip(&self.0).filter(|(number, _)| done(*number)).map(|(_, layer)| &layer.image).collect();
-        let goes = |name: &&String| match classify(name) {
+        let is_removed = |name: &&String| match classify(name) {
             DirectoryEntry::Image(image) => !kept.contains(&image),
             DirectoryEntry::Meta(_) | DirectoryEntry::Intent => true,
             _ => name
@@ -117,7 +117,7 @@ impl CopyList {
                 .is_some_and(|image| ImageName::parse(image).is_some()),
         };
         let mut steps: Vec<FileStep> =
-            names.iter().filter(goes).map(|name| FileStep::Unlink { name: name.clone() }).collect();
+            names.iter().filter(is_removed).map(|name| FileStep::Unlink { name: name.clone() }).collect();
         steps.push(FileStep::Unlink { name: INTENT_FILE.to_owned() });
         steps.push(FileStep::SyncDirectory);
         for layer in &self.0 {

@@ -23,7 +23,7 @@ type Result<T> = std::result::Result<T, StoreError>;
 
 const OUT_OF_SYNC_PREFIX: &str = "shorthorn.missed-";
 
-/// An open file of a set of regions. Pages are written to it as to the head: with direct I/O where the store
+/// An open file of a set of regions. Pages are written to it as to the head: with direct I/O if the store
 /// has that.
 #[derive(Debug)]
 pub struct RegionFile {

@@ -20,8 +20,9 @@ pub(crate) fn sweep_sums(
         Some(ImageName::parse(&format!("volume-snap-{snapshot}.img")))
     };
     let names = directory.list()?;
-    let goes = |name: &&String| image(name).is_some_and(|image| !image.is_some_and(|image| is_there(&image)));
-    let stale: Vec<&String> = names.iter().filter(goes).collect();
+    let is_stale =
+        |name: &&String| image(name).is_some_and(|image| !image.is_some_and(|image| is_there(&image)));
+    let stale: Vec<&String> = names.iter().filter(is_stale).collect();
     if stale.is_empty() {
         return Ok(());
     }

@@ -66,7 +66,7 @@ impl Store {
         let path = self.medium.directory().path_of(self.image.head_name().as_str());
         let punched = self.medium.directory().with_reserve(|| {
             punch(self.image.file(head), range)
-                .map_err(|errno| StoreError::io("make holes of what was never written in", &path, errno))
+                .map_err(|errno| StoreError::io("make holes of unwritten space in", &path, errno))
         })?;
         self.image.forget(range);
         self.unverified.clear();

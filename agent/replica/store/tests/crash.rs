@@ -157,7 +157,7 @@ impl Cases {
         assert_eq!(store.load_state().unwrap(), SavedState::Current(b"state".to_vec()), "{when}");
         store.close().unwrap();
         assert_tidy(path);
-        assert_eq!(self.judge(path, when), shown, "opening changed what is shown {when}");
+        assert_eq!(self.judge(path, when), shown, "opening changed the data {when}");
         if !shown {
             let mut store = open(path, None).unwrap();
             operation(&mut store).unwrap();

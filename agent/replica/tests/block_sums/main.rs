@@ -110,7 +110,11 @@ fn a_rotten_block_is_reported_to_every_reader() {
     assert_eq!(read_checked(&mut client, 3 * BLOCK + 512, 512), Err(ROTTEN), "a part of the block will do");
     assert_eq!(verify(&mut client, 0, MIB), Err(ROTTEN));
     assert_eq!(read_checked(&mut client, 4 * BLOCK, 12 * BLOCK), Ok(pattern(1, 65536)[16384..].to_vec()));
-    assert_ne!(client.read(0, 65536), Ok(pattern(1, 65536)), "who does not ask gets what is there");
+    assert_ne!(
+        client.read(0, 65536),
+        Ok(pattern(1, 65536)),
+        "a read without a check returns the stored data"
+    );
     client.write(3 * BLOCK, &pattern(1, 65536)[12288..16384]).unwrap();
     assert_eq!(read_checked(&mut client, 0, 65536), Ok(pattern(1, 65536)), "it was written over");
     is_clean(&mut client, SIZE);

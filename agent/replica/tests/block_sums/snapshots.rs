@@ -62,7 +62,7 @@ fn rot_in_a_snapshot_is_reported_to_copies_and_comparisons() {
     assert!(check_layer(&mut client).sum.is_some());
     rot_in(&spec, SNAPSHOT, 3);
     assert_eq!(read(&mut client, Flags::CHECKED), Err(ROTTEN));
-    assert!(read(&mut client, Flags::NONE).is_ok(), "who does not ask gets what is there");
+    assert!(read(&mut client, Flags::NONE).is_ok(), "a read without a check returns the stored data");
     assert_eq!(check_layer(&mut client).sum, None, "rot does not vote");
 }
 

@@ -147,7 +147,7 @@ mod tests {
         process(&path("proc"), "71", Path::new("/"), &["/kubelet", &option("running")]);
         assert_eq!(finder.find(), Some(path("running")));
         finder.configured = Some(path("missing"));
-        assert_eq!(finder.find(), None, "what is configured is waited for");
+        assert_eq!(finder.find(), None, "the configured directory does not exist yet");
         fs::create_dir(path("missing")).unwrap();
         assert_eq!(finder.find(), Some(path("missing")));
     }

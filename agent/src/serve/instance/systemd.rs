@@ -127,7 +127,7 @@ impl Backend for Systemd {
 impl Bus {
     async fn start(&self, id: &InstanceId) -> Result<(), BackendError> {
         let unit = unit_of(id);
-        // A unit that was given up is not started before that. It fails where the unit is not loaded.
+        // A unit that was given up is not started before that. The call fails if the unit is not loaded.
         let _ = self.manager.reset_failed_unit(&unit).await;
         match self.manager.start_unit(&unit, "replace").await {
             Err(error) if is_no_such_unit(&error) => Err(BackendError::NoUnit(unit)),

@@ -161,9 +161,9 @@ fn attachments_stay_while_a_pod_uses_them() {
         ("on its way out", vec![], Attachment { is_deleting: true, ..attachment("a", true) }, false),
         ("of an unknown claim", vec![], Attachment { claim: None, ..attachment("a", true) }, false),
     ];
-    for (what, pods, attachment, goes) in table {
+    for (what, pods, attachment, is_detached) in table {
         let plan = plan(LOST, &pods, std::slice::from_ref(&attachment), at(0));
-        assert_eq!(plan.detach, if goes { vec![attachment] } else { vec![] }, "{what}");
+        assert_eq!(plan.detach, if is_detached { vec![attachment] } else { vec![] }, "{what}");
     }
 }
 

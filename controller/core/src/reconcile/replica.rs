@@ -373,8 +373,8 @@ fn stray_engine(
     agent: &ObservedAgent,
 ) -> Option<(InstanceKey, u64)> {
     let instance = InstanceKey::engine(&replica.spec.volume_name);
-    let is_nobodys = !context.cluster.volumes.contains_key(replica.spec.volume_name.as_str());
-    let is_stray = replica.is_left_behind() && is_nobodys && agent.instances.contains_key(&instance);
+    let has_no_volume = !context.cluster.volumes.contains_key(replica.spec.volume_name.as_str());
+    let is_stray = replica.is_left_behind() && has_no_volume && agent.instances.contains_key(&instance);
     let record: DeletionRecord = serde_json::from_str(record).ok().filter(|_| is_stray)?;
     Some((instance, record.attach))
 }

@@ -434,7 +434,7 @@ fn a_configured_node_stays_until_it_leaves_the_configuration() {
     agents.get_mut(&b).unwrap().from_object = true;
     for _ in 0..2 {
         act(&mut cluster, &agents, &Key::new(Kind::Node, "b"));
-        assert!(!cluster.nodes.contains_key("b"), "it goes, and does not come again");
+        assert!(!cluster.nodes.contains_key("b"), "the node is removed, and does not return");
     }
 }
 

@@ -486,7 +486,7 @@ fn a_volume_is_given_other_places_and_as_many_replicas_as_it_may_have() {
         (&labels(["fast"]).unwrap(), &labels(["ssd"]).unwrap())
     );
     assert!(!spec.replica_zone_soft_anti_affinity && spec.replica_disk_soft_anti_affinity);
-    assert_eq!(set(SetVolume::default()), Ok(Change::AlreadySo(volume)), "what is absent stays");
+    assert_eq!(set(SetVolume::default()), Ok(Change::AlreadySo(volume)), "an absent setting stays");
     for number in [0, 9] {
         let refused = set(SetVolume { number_of_replicas: Some(number), ..SetVolume::default() });
         assert_eq!(refused, Err(RequestError::Replicas(number)));

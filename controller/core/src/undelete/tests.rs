@@ -93,7 +93,7 @@ fn an_undeleted_volume_is_detached_and_has_its_replicas() {
     assert!(!found.metadata.is_deleting());
     let failed: Vec<bool> =
         undeletion.replicas.iter().map(|replica| replica.status.failed_at.is_some()).collect();
-    assert_eq!(failed, [false, false, true], "who had left the view has left it");
+    assert_eq!(failed, [false, false, true], "a replica that had left the view stays outside");
     let is_kept = |replica: &Replica| {
         replica.status.data == DataState::Present && replica.spec.desire_state == DesireState::Stopped
     };

@@ -2,7 +2,7 @@
 //! decisions from an outdated state. Calls fail, are not answered or come late, and events are lost or
 //! repeated. The rules must hold after every step, and once the faults stop, every volume must reach its
 //! wanted state. `PROPTEST_CASES` sets the number of clusters.
-#![allow(clippy::unwrap_used, reason = "a test ends where something it relies on is not so")]
+#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 mod agent;
 mod controller;

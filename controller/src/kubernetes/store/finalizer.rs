@@ -11,7 +11,7 @@ pub const fn has_data(kind: Kind) -> bool {
     matches!(kind, Kind::Volume | Kind::Engine | Kind::Replica)
 }
 
-/// Returns true if nothing can take the object away before its data is gone.
+/// Returns true if Kubernetes keeps the object until its data is deleted.
 pub fn is_held(kind: Kind, metadata: &ObjectMeta) -> bool {
     !has_data(kind)
         || metadata

@@ -71,8 +71,8 @@ impl Order {
 
     /// Handles the deletion of an object at that version in the watch. Returns true if it existed.
     pub fn take_gone(&mut self, state: &mut ClusterState, key: &Key, version: u64) -> bool {
-        let goes = state.has(key) && state.version(key) <= version;
-        if goes {
+        let was_stored = state.has(key) && state.version(key) <= version;
+        if was_stored {
             state.remove(key);
         }
         if self.removed.get(key).is_some_and(|removed| *removed <= version) {
@@ -80,7 +80,7 @@ impl Order {
         }
         let was_left_out =
             state.left_out().get(key).is_some_and(|left_out| left_out.version <= Some(version));
-        goes | (was_left_out && state.forget_left_out(key))
+        was_stored | (was_left_out && state.forget_left_out(key))
     }
 
     /// Handles the removal of that version of an object by this controller.

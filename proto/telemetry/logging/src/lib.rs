@@ -101,7 +101,7 @@ mod tests {
         if std::env::var_os(PANICS).is_some() {
             start("info", LogFormat::Text, &[]);
             let ended = std::thread::spawn(|| panic!("of a thread")).join();
-            panic!("the process goes on with {ended:?}");
+            panic!("the process continues with {ended:?}");
         }
         let this = std::env::current_exe().unwrap();
         let test = "tests::a_panic_of_any_thread_ends_the_process";

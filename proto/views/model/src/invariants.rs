@@ -210,7 +210,11 @@ mod tests {
         assert_eq!(rule(&fine, &stale), 3);
         stale.engine_mut(0).acknowledged = Bits::NONE;
         stale.engine_mut(1).acknowledged = Bits::NONE.with(0);
-        assert_eq!(rule(&fine, &stale), 0, "a stale read of what only the newer one has acknowledged");
+        assert_eq!(
+            rule(&fine, &stale),
+            0,
+            "a stale read of a write that only the newer engine has acknowledged"
+        );
 
         let mut fork = State::new(3);
         serving(&mut fork, 1, Bits::NONE.with(0));

@@ -45,7 +45,7 @@ impl Model {
 }
 
 impl State {
-    /// Crashes a replica: it keeps only what it has stored, and its messages in flight are lost. A starting
+    /// Crashes a replica: it keeps only its stored state, and its messages in flight are lost. A starting
     /// engine tries to open it again.
     pub(crate) fn crash_replica(&mut self, crashed: u8) {
         self.messages.retain(|message| match message {

@@ -109,7 +109,7 @@ pub struct Proposal {
 pub struct Underway {
     /// The real state machine.
     pub change: ViewChange,
-    /// To whom it may be proposed.
+    /// The replicas to which it may be proposed.
     pub reached: Bits,
     /// True if it was.
     pub proposed: bool,

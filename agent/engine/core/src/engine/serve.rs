@@ -244,7 +244,7 @@ impl EngineCore {
         let slot = *self.slots.at(id);
         if slot.operation.modifies() {
             for peer in slot.sent.and(self.membership.rebuilding()).iter() {
-                self.lose(peer, format!("the last member cannot do what it did: {errno}"), out);
+                self.lose(peer, format!("completed a request that the last member cannot do: {errno}"), out);
             }
         }
         self.complete(id, Err(errno), out);

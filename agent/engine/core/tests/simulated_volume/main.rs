@@ -309,7 +309,7 @@ impl SimulatedVolume {
         }
     }
 
-    /// Returns true if `peer` cannot do it. It may be lost for that: never where another member has lost its
+    /// Returns true if `peer` cannot do it. It may be lost for that: never if another member has lost its
     /// cache.
     fn fails(&mut self, peer: usize, operation: Operation) -> bool {
         let modifies = !matches!(operation, Operation::Read | Operation::Flush | Operation::Verify);

@@ -225,7 +225,7 @@ fn sets_follow_a_volume_that_grows_to_larger_regions() {
         ..mark(RegionsOf::Intent, MarkAction::Clear, runs)
     };
     intent_log.mark(&clear(&[(7, 3)])).unwrap();
-    assert_eq!(intent_log.page(key, 0).unwrap().runs, [(3, 1), (5, 1)], "what is cleared in part stays");
+    assert_eq!(intent_log.page(key, 0).unwrap().runs, [(3, 1), (5, 1)], "a partly cleared region stays");
     // Any file that exists when the process ends has the same content.
     for (file, is_outgrown) in [(before, true), (file, false)] {
         let (loaded, damages) = WriteIntentLog::load(regions, 1, &file);

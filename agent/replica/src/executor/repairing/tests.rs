@@ -240,7 +240,7 @@ fn a_repair_brings_back_a_block_that_its_sum_proves() {
     assert_eq!(executor.block_sums.known.is_rotten(BLOCK, former), Some(false));
 }
 
-/// The request has found nothing below the head: what it does there is not enough after the repair.
+/// The request has found nothing below the head: after the repair its writes are not enough.
 #[test]
 fn a_repair_brings_back_no_block_that_a_request_is_modifying() {
     for (opcode, length_bytes) in [(Opcode::WriteZeroes, 4096), (Opcode::Discard, 4096), (Opcode::Write, 512)]

@@ -62,7 +62,7 @@ fn a_volume_that_is_deleted_in_use_is_repaired_until_it_can_be_stopped() {
         Action::Call(_, AgentCall::DeleteReplica { record, .. }) => Some(record.clone()),
         _ => None,
     });
-    assert!(record.expect("its data goes").contains("\"withVolume\":false"), "{actions:#?}");
+    assert!(record.expect("the data is deleted").contains("\"withVolume\":false"), "{actions:#?}");
 }
 
 #[test]
@@ -172,8 +172,8 @@ fn a_volume_at_the_maximum_of_replicas_removes_one_before_it_adds_another() {
     cluster.insert(engine.into());
     let name = ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), deleted[0]);
     let actions = act(&mut cluster, &agents, &Key::new(Kind::Replica, &name));
-    let goes = |action: &Action| matches!(action, Action::Call(_, AgentCall::DeleteReplica { .. }));
-    assert!(actions.iter().any(goes), "{actions:#?}");
+    let is_deletion = |action: &Action| matches!(action, Action::Call(_, AgentCall::DeleteReplica { .. }));
+    assert!(actions.iter().any(is_deletion), "{actions:#?}");
     let mut volume = cluster.volumes["v"].clone();
     volume.status.robustness = Robustness::Degraded;
     cluster.insert(volume.into());

@@ -106,11 +106,11 @@ impl Run<'_> {
                 self.write_launch(engine, node, targets);
                 self.set_settled_of_start(Finding::wrong("EngineStarting", "the engine is being started"));
             }
-            health::Readiness::Wait(left, who) => {
+            health::Readiness::Wait(left, missing) => {
                 self.decision.again_after(left);
                 self.set_settled_of_start(Finding::wrong(
                     "WaitingForReplicas",
-                    format!("waiting for replicas: {who}"),
+                    format!("waiting for replicas: {missing}"),
                 ));
             }
             health::Readiness::TooFew(message) => {

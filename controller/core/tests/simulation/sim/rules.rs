@@ -197,8 +197,9 @@ impl Sim {
         let volume = self.store.volumes.get(replica.spec.volume_name.as_str());
         let newest = self.views.newest.get(replica.spec.volume_name.as_str());
         let in_view = newest.is_some_and(|newest| newest.members.contains(replica.spec.replica_id));
-        let goes = replica.is_left_behind() || volume.is_some_and(|volume| volume.metadata.is_deleting());
-        assert!(goes || !in_view, "{name} is forgotten and in view {newest:?}");
+        let is_leaving =
+            replica.is_left_behind() || volume.is_some_and(|volume| volume.metadata.is_deleting());
+        assert!(is_leaving || !in_view, "{name} is forgotten and in view {newest:?}");
     }
 
     /// Returns true if the volume waits for a lost node that could not be given up.

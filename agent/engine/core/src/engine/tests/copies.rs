@@ -347,7 +347,7 @@ fn a_scrub_compares_every_byte_while_writes_wait() {
     let mut bench = Bench::new(2);
     let out = bench.apply(scrub(true));
     assert_eq!(parts(&out, COPY)[0], (0, Operation::Verify, 0, SIZE_BYTES, 0));
-    assert_eq!(sent_to(&bench.submit(0, WRITE, 3), 0), [], "it would change what is compared");
+    assert_eq!(sent_to(&bench.submit(0, WRITE, 3), 0), [], "a write would change the compared data");
     let out = bench.answer(out, &[]);
     assert_eq!(sent_to(&out, 0), [0, 1]);
     assert!(out.contains(&Output::ScrubDone));

@@ -175,5 +175,9 @@ fn a_repair_found_while_a_rebuilding_replica_is_proposed_reaches_it() {
     let is_written = more
         .iter()
         .any(|output| matches!(output, Output::Send { peer: 3, operation: Operation::Write { .. }, .. }));
-    assert_eq!((is_found, is_written), (true, true), "it may have what the odd one has: {more:?}");
+    assert_eq!(
+        (is_found, is_written),
+        (true, true),
+        "the replica may have the data of the odd member: {more:?}"
+    );
 }

@@ -33,7 +33,7 @@ fn a_member_without_space_leaves_if_most_have_done_the_request() {
         bench.view_stored(0, 2);
         let out = bench.view_stored(2, 2);
         assert_eq!(completed(&out, 0), Some(Ok(())), "{operation:?}");
-        assert_eq!(sent_to(&out, 1).len(), 1, "the read goes on");
+        assert_eq!(sent_to(&out, 1).len(), 1, "the read continues");
         let out_of_sync = bench.core.out_of_sync(1).unwrap();
         assert!(out_of_sync.contains(0), "it may have done a part");
     }
@@ -165,7 +165,7 @@ fn members_without_space_are_made_equal_before_the_request_fails() {
             bench.reply(others[0], COPY, Ok(()));
             let out = bench.reply(others[1], COPY, Ok(()));
             assert_eq!(completed(&out, 0), NO_SPACE, "{operation:?}");
-            assert_eq!(sent_to(&out, 1).len(), 1, "who waited goes on");
+            assert_eq!(sent_to(&out, 1).len(), 1, "a request that waited continues");
             assert_eq!(bench.core.membership().view().members.len(), 3, "all members have stayed");
             assert_eq!(bench.core.copy_progress().dirty_bytes, 65536);
         }

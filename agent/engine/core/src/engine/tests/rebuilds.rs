@@ -256,7 +256,7 @@ fn a_member_that_fails_when_a_rebuilding_replica_is_proposed_leaves_first() {
     let marked = marks(&out);
     assert!(marked.iter().all(|(peer, change)| *peer == 2 && change.action == MarkAction::Add));
     let lost = RegionsOf::OutOfSync(ReplicaId::from_random(1));
-    assert_eq!(marked[0].1.of, lost, "it keeps what the other misses");
+    assert_eq!(marked[0].1.of, lost, "the replica keeps the out-of-sync set of the other");
 }
 
 #[test]

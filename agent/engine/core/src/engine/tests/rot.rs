@@ -146,7 +146,7 @@ fn resync(
     (bench, outputs)
 }
 
-/// For each part that is written: to whom, the first block, how many.
+/// For each part that is written: the replica, the first block, and the number of blocks.
 fn written(out: &[Output]) -> Vec<(PeerIndex, u64, u64)> {
     let part = |output: &Output| match output {
         Output::Send { peer, slot, operation: WRITE, range, .. } if *slot == id(RESYNC) => {

@@ -170,7 +170,7 @@ fn enough_replicas_that_refuse_the_engine_fence_it() {
     assert_eq!(lost.volume().status.attach, OLD + 1, "one number is enough");
     lost.run();
     let stopped = |replica: &Replica| replica.spec.desire_state == DesireState::Stopped;
-    assert!(lost.cluster.replicas.values().all(stopped), "the detach goes on");
+    assert!(lost.cluster.replicas.values().all(stopped), "the detach continues");
 }
 
 #[test]
