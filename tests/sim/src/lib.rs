@@ -69,7 +69,7 @@ pub enum Sabotage {
     /// After an unclean stop, the engine believes that the members are equal.
     NoResync,
     /// Requests continue while a view is being changed.
-    NotHeld,
+    NotPaused,
     /// The engine does not send the writes of the meantime to a replica that is being rebuilt.
     RebuildingSkipped,
     /// Write intent is cleared without a flush.
@@ -102,7 +102,7 @@ pub enum Sabotage {
     /// The sectors that requests have merged with rot count although the disk has changed the block again.
     StaleSectors,
     /// A source that cannot read many blocks is never the source again.
-    NoSecondTurn,
+    NoSecondAttempt,
     /// The first repair takes the sums of a region away, also those beside the rot.
     ForgottenRot,
     /// Known rot is forgotten before the outcome of the request that gives its block other data is known.

@@ -12,7 +12,7 @@ const FRESH_SECONDS: u64 = 60;
 /// A sabotage has to be noticed within as many seeds. The rarest one is noticed in one of some hundred.
 const SABOTAGE_SEEDS: u64 = 4000;
 const SABOTAGES: [&str; 39] = [
-    "no-second-turn",
+    "no-second-attempt",
     "holes-show-through",
     "stale-sectors",
     "holes-unkept",
@@ -37,7 +37,7 @@ const SABOTAGES: [&str; 39] = [
     "lying-flush",
     "serve-before-fenced",
     "no-resync",
-    "not-held",
+    "not-paused",
     "rebuilding-skipped",
     "clear-without-flush",
     "no-range-table",

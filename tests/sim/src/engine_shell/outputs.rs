@@ -217,7 +217,7 @@ impl Simulation {
         }
         let number = ID_PROPOSE | u64::from(view.id.number);
         self.ask(engine, peer, 0, number, Ask::Propose(view, honoured));
-        if self.is_sabotaged(Sabotage::NotHeld) {
+        if self.is_sabotaged(Sabotage::NotPaused) {
             self.apply(engine, Event::ViewStored { peer, view: view.id });
         }
     }
@@ -229,7 +229,7 @@ impl Simulation {
             process.wants = Some((view, honoured, stored));
         }
         self.after(500, Occurrence::AskArbiter { engine });
-        if self.is_sabotaged(Sabotage::NotHeld) {
+        if self.is_sabotaged(Sabotage::NotPaused) {
             self.apply(engine, Event::Granted { view: view.id });
         }
     }

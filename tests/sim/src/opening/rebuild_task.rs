@@ -281,7 +281,7 @@ impl Rebuild<'_> {
         let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap_or(ByteRange::EMPTY);
         let mut unread = self.unread.get();
         let mut judged = source;
-        judged.has_failed &= sabotage != Some(Sabotage::NoSecondTurn);
+        judged.has_failed &= sabotage != Some(Sabotage::NoSecondAttempt);
         let search = BlockSearch::after(judged, range, error, &mut unread);
         self.unread.set(unread);
         if unread > UNREAD_MAX {
