@@ -64,7 +64,7 @@ impl ClusterNode {
         let script = format!(
             "mkdir -p /etc/shorthorn /var/lib/kubelet/plugins_registry /var/lib/kubelet/pods\n\
              cat > /etc/shorthorn/agent.toml <<'END'\n{config}END\n\
-             systemd-tmpfiles --create; systemctl daemon-reload; udevadm control --reload\n\
+             systemd-tmpfiles --create shorthorn.conf; systemctl daemon-reload; udevadm control --reload\n\
              systemctl enable shorthorn-agent-csi.socket shorthorn-agent-registration.socket \
              shorthorn-agent.service\nsync"
         );

@@ -78,7 +78,7 @@ impl VmHost {
              > /etc/shorthorn/agent.toml && \
              echo 'SHORTHORN_CONTROLLER_ARGS=--node {NODE}=unix:///run/shorthorn/agent.sock' \
              > /etc/shorthorn/controller.env && \
-             systemd-tmpfiles --create && systemctl daemon-reload && udevadm control --reload"
+             systemd-tmpfiles --create shorthorn.conf && systemctl daemon-reload && udevadm control --reload"
         ))?;
         let started = self.vm.run("systemctl start shorthorn-agent shorthorn-controller")?;
         if !started.success() {

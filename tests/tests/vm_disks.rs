@@ -49,7 +49,7 @@ fn started(host: &VmHost) -> Result<()> {
          > /etc/shorthorn/agent.toml && \
          echo 'SHORTHORN_CONTROLLER_ARGS=--node {NODE}=unix:///run/shorthorn/agent.sock' \
          > /etc/shorthorn/controller.env && \
-         systemd-tmpfiles --create && systemctl daemon-reload && udevadm control --reload && \
+         systemd-tmpfiles --create shorthorn.conf && systemctl daemon-reload && udevadm control --reload && \
          systemctl enable --now shorthorn-agent shorthorn-controller"
     ))
     .map(drop)

@@ -242,7 +242,7 @@ fn left_to_the_next_process_again_and_again() -> Result<()> {
     let mut pid = guest.serve("memory", "")?;
     let fio = guest.start_endless_fio(NODE)?;
     // In turns as on a kernel whose io_uring hangs with deferred task work.
-    for (round, options) in ["", "", "--task-work cooperative"].into_iter().cycle().take(60).enumerate() {
+    for (round, options) in ["", "", "--task-work cooperative"].into_iter().cycle().take(40).enumerate() {
         let signal = if round % 10 == 9 { "KILL" } else { "HUP" };
         guest.end(pid, signal)?;
         pid = guest.serve("memory", options).with_context(|| format!("round {round}"))?;
