@@ -183,6 +183,17 @@ impl<'a> Serving<'a> {
         ending: Ending,
         limit: Duration,
     ) -> Result<(Ending, bool), EngineError> {
+        let cleared = self.wait_until_cleared(events, ending, limit);
+        self.log_all_differences();
+        cleared
+    }
+
+    fn wait_until_cleared(
+        &mut self,
+        events: &Receiver<MainEvent>,
+        ending: Ending,
+        limit: Duration,
+    ) -> Result<(Ending, bool), EngineError> {
         if self.asked.is_some() {
             return Ok((ending, false)); // a change of the view may take long
         }
@@ -199,7 +210,6 @@ impl<'a> Serving<'a> {
                 },
             }
         };
-        self.log_all_differences();
         self.log_cleared(is_done, begin.elapsed());
         Ok((ending, is_done))
     }
