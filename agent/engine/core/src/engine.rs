@@ -117,7 +117,7 @@ impl EngineCore {
                 }
             }
         }
-        self.skip_resync_if_alone();
+        self.skip_equal_regions();
     }
 
     /// Returns the members and their states.
@@ -337,7 +337,7 @@ impl EngineCore {
                     self.absent.stop_counting(peer);
                     out.push(Output::Rebuilt { peer });
                 }
-                self.skip_resync_if_alone();
+                self.skip_equal_regions();
                 self.drop_waits(out);
                 self.wake.all();
             }

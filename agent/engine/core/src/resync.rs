@@ -104,6 +104,24 @@ impl Resync {
         self.left.keep_all(&copied);
     }
 
+    /// Clears the regions that none of `members` has modified, except those that are being copied.
+    pub fn skip_unmodified(&mut self, members: PeerMask, jobs: &Jobs, intent: &mut WriteIntent) {
+        let mut equal = self.left.clone();
+        for peer in members.iter() {
+            match self.sources.get(usize::from(peer)) {
+                Some(sources) => equal.keep_all(sources),
+                None => return,
+            }
+        }
+        for copy in jobs.copies() {
+            if let CopyReason::Resync { region } = copy.why() {
+                equal.remove(region);
+            }
+        }
+        intent.touch_all(&equal);
+        self.left.remove_all(&equal);
+    }
+
     /// Grows the set with the volume.
     pub fn grow(&mut self, from: Regions, to: Regions) {
         self.left = self.left.converted(from, to);
@@ -207,6 +225,29 @@ mod tests {
         assert_eq!(resync.sources(2), both);
         resync.grow(more, larger);
         assert_eq!(resync.sources(0), PeerMask::NONE);
+    }
+
+    #[test]
+    fn regions_that_no_member_has_modified_are_skipped_unless_they_are_being_copied() {
+        let set = |regions: &[u32]| {
+            let mut set = RegionSet::empty(REGIONS);
+            regions.iter().for_each(|region| assert!(set.insert(*region)));
+            set
+        };
+        let (all, mut intent) = (set(&[1, 2, 3, 4]), WriteIntent::new(REGIONS));
+        let sources = vec![all.clone(), set(&[1]), set(&[2, 3, 4])];
+        let mut resync = Resync::new(REGIONS, &all, sources);
+        let members = PeerMask::one(0).with(PeerMask::one(2));
+        resync.skip_unmodified(members.with(PeerMask::one(1)), &jobs(&[]), &mut intent);
+        assert_eq!(resync.left(), &all, "each region was modified by a member");
+        resync.skip_unmodified(members, &jobs(&[3]), &mut intent);
+        assert_eq!(resync.left(), &set(&[1, 3]));
+        let mut dirty = RegionSet::empty(REGIONS);
+        intent.add_dirty_to(&mut dirty);
+        assert_eq!(dirty, set(&[2, 4]), "as after any write");
+        let mut resync = Resync::new(REGIONS, &all, Vec::new());
+        resync.skip_unmodified(members, &jobs(&[]), &mut intent);
+        assert_eq!(resync.left(), &all, "it is not known which members have modified a region");
     }
 
     #[test]

@@ -40,11 +40,16 @@ impl EngineCore {
         self.wake.all();
     }
 
-    pub(super) fn skip_resync_if_alone(&mut self) {
-        if self.membership.view().members.len() != 1 || self.resync.left().is_empty() {
+    /// Skips the regions in which the members of the view hold the same.
+    pub(super) fn skip_equal_regions(&mut self) {
+        if self.resync.left().is_empty() {
             return;
         }
-        self.resync.keep_copied_regions(&self.jobs, &mut self.intent);
+        if self.membership.view().members.len() == 1 {
+            self.resync.keep_copied_regions(&self.jobs, &mut self.intent);
+        } else {
+            self.resync.skip_unmodified(self.membership.in_view(), &self.jobs, &mut self.intent);
+        }
         self.wake.all();
     }
 
