@@ -44,6 +44,8 @@ pub(crate) struct Copy {
     rotten: PeerMask,
     /// Replicas that get the piece: targets, and members that hold rot there.
     to: PeerMask,
+    /// The pieces before this offset are single blocks: the sources hold rot in some of them.
+    narrow_until_bytes: u64,
     /// True if all possible sources of the piece hold rot there: it is copied unchanged.
     is_unchecked: bool,
     step: CopyStep,
@@ -96,6 +98,7 @@ impl Copy {
             all: targets,
             rotten: PeerMask::NONE,
             to: PeerMask::NONE,
+            narrow_until_bytes: 0,
             is_unchecked: false,
             step: CopyStep::Read,
             zeroes: [0; 4],
@@ -194,6 +197,9 @@ impl Copy {
             return false;
         }
         self.piece = piece_at(self.range, self.piece.end());
+        if self.piece.offset() < self.narrow_until_bytes {
+            self.piece = first_block(self.piece);
+        }
         self.step = CopyStep::Read;
         (self.rotten, self.is_unchecked) = (PeerMask::NONE, false);
         true
@@ -205,14 +211,15 @@ impl Copy {
         if self.piece.length() <= BLOCK_BYTES {
             return false;
         }
-        self.piece = part(self.piece.offset(), BLOCK_BYTES);
+        self.narrow_until_bytes = self.piece.end();
+        self.piece = first_block(self.piece);
         self.rotten = PeerMask::NONE;
         true
     }
 
     /// Lets the piece be read from `source`, if one was found, while `members` are the members. Those of
-    /// `alike` hold the same as the source. Returns the operation to send, or none if nothing is left to
-    /// copy: then the copy has no target any more.
+    /// `alike` hold the same as the source, unless they hold rot. Returns the operation to send, or none if
+    /// nothing is left to copy: then the copy has no target any more.
     pub fn read_from(
         &mut self,
         source: Option<PeerIndex>,
@@ -263,8 +270,10 @@ impl Copy {
     /// range of the rot, unless it is looked for in single blocks first.
     pub fn found_rot(&mut self, peer: PeerIndex) -> Option<ByteRange> {
         // If a request has failed, others may have no space for more than the source holds: only rot is of
-        // another one.
-        if matches!(self.why, CopyReason::Failed { .. }) && self.narrow() {
+        // another one. In a resync, members that have not modified the region may hold rot in different
+        // blocks. A member that has modified it may hold rot that is not known, and gives only the blocks that
+        // no other one has. A replica that receives a block with known rot alone keeps its checksums.
+        if matches!(self.why, CopyReason::Failed { .. } | CopyReason::Resync { .. }) && self.narrow() {
             return None;
         }
         self.rotten = self.rotten.with(PeerMask::one(peer));
@@ -338,6 +347,10 @@ impl Copy {
 /// Returns the part of `range` from `start` on that fits one buffer.
 pub(crate) fn piece_at(range: ByteRange, start: u64) -> ByteRange {
     part(start, (range.end() - start).min(u64::from(MAX_IO_BYTES)))
+}
+
+fn first_block(range: ByteRange) -> ByteRange {
+    part(range.offset(), range.length().min(BLOCK_BYTES))
 }
 
 fn part(start: u64, length: u64) -> ByteRange {

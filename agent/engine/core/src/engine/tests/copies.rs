@@ -66,35 +66,50 @@ fn a_region_that_few_members_have_modified_is_copied_from_the_others() {
     let mut bench = Bench::with(&config);
     let out = bench.tick(1);
     assert_eq!(parts(&out, COPY), [(0, Operation::CheckedRead, 65536, 65536, 0)]);
-    // The next one has not modified the region either.
-    let out = bench.reply(0, COPY, Err(Errno::ROTTEN));
-    assert_eq!(parts(&out, COPY), [(2, Operation::CheckedRead, 65536, 65536, 0)]);
-    let out = bench.reply(2, COPY, Err(Errno::ROTTEN));
-    assert_eq!(parts(&out, COPY), [(1, Operation::CheckedRead, 65536, 65536, 0)]);
-    bench.reply(1, COPY, Ok(()));
     bench.reply(0, COPY, Ok(()));
-    let out = bench.reply(2, COPY, Ok(()));
+    let out = bench.reply(1, COPY, Ok(()));
     assert_eq!(parts(&out, COPY), [(1, Operation::CheckedRead, 2 * 65536, 65536, 0)], "any member will do");
+}
+
+/// Returns three members, of which only the second one has modified region 1.
+fn few_have_modified() -> CoreConfig {
+    let mut config = config(3, 3);
+    config.dirty = region_set(&[1]);
+    config.resync_sources = vec![region_set(&[1]), region_set(&[]), region_set(&[1])];
+    config.copy_slots = 2;
+    config
 }
 
 /// Otherwise an interruption of this copy could make the member that has modified the region the next source.
 #[test]
 fn members_that_have_not_modified_a_region_keep_it_out_of_their_write_intent() {
-    let mut config = config(3, 3);
-    config.dirty = region_set(&[1]);
-    config.resync_sources = vec![region_set(&[1]), region_set(&[]), region_set(&[1])];
-    config.copy_slots = 2;
-    let mut bench = Bench::with(&config);
+    let mut bench = Bench::with(&few_have_modified());
     let out = bench.tick(1);
     assert_eq!(parts(&out, COPY), [(0, Operation::CheckedRead, 65536, 65536, 0)]);
     assert_eq!(sent(&bench.reply(0, COPY, Ok(())), COPY), [(1, WRITE)]);
     assert!(is_resynced(&bench.reply(1, COPY, Ok(()))));
-    // One with rot gets the data of the other one, too.
-    let mut bench = Bench::with(&config);
+}
+
+/// Members may hold rot in different blocks. The one that has modified the region may hold rot that is not known.
+#[test]
+fn known_rot_of_members_that_have_not_modified_the_region_is_repaired_in_single_blocks() {
+    let mut bench = Bench::with(&few_have_modified());
     bench.tick(1);
     let out = bench.reply(0, COPY, Err(Errno::ROTTEN));
-    assert_eq!(parts(&out, COPY), [(2, Operation::CheckedRead, 65536, 65536, 0)]);
+    assert_eq!(parts(&out, COPY), [(0, Operation::CheckedRead, 65536, 4096, 0)]);
+    let out = bench.reply(0, COPY, Err(Errno::ROTTEN));
+    assert_eq!(parts(&out, COPY), [(2, Operation::CheckedRead, 65536, 4096, 0)]);
     assert_eq!(sent(&bench.reply(2, COPY, Ok(())), COPY), [(0, WRITE), (1, WRITE)]);
+    assert_eq!(drops(&bench.reply(0, COPY, Err(Errno::NO_SPACE))), [], "its rot stays known");
+    let out = bench.reply(1, COPY, Ok(()));
+    assert_eq!(parts(&out, COPY), [(0, Operation::CheckedRead, 65536 + 4096, 4096, 0)]);
+    assert_eq!(sent(&bench.reply(0, COPY, Ok(())), COPY), [(1, WRITE)]);
+    bench.reply(1, COPY, Ok(()));
+    bench.reply(0, COPY, Err(Errno::ROTTEN));
+    let out = bench.reply(2, COPY, Err(Errno::ROTTEN));
+    let third = 65536 + 2 * 4096;
+    assert_eq!(parts(&out, COPY), [(1, Operation::CheckedRead, third, 4096, 0)], "no other one has the block");
+    assert_eq!(sent(&bench.reply(1, COPY, Ok(())), COPY), [(0, WRITE), (2, WRITE)]);
 }
 
 #[test]
