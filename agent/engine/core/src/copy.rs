@@ -271,8 +271,8 @@ impl Copy {
     pub fn found_rot(&mut self, peer: PeerIndex) -> Option<ByteRange> {
         // If a request has failed, others may have no space for more than the source holds: only rot is of
         // another one. In a resync, members that have not modified the region may hold rot in different
-        // blocks. A member that has modified it may hold rot that is not known, and gives only the blocks that
-        // no other one has. A replica that receives a block with known rot alone keeps its checksums.
+        // blocks. One that has modified it may hold rot that is not known: it gives only the blocks that no
+        // other one has. A replica that receives nothing but the block with its rot keeps its checksums.
         if matches!(self.why, CopyReason::Failed { .. } | CopyReason::Resync { .. }) && self.narrow() {
             return None;
         }

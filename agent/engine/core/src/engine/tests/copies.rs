@@ -90,7 +90,8 @@ fn members_that_have_not_modified_a_region_keep_it_out_of_their_write_intent() {
     assert!(is_resynced(&bench.reply(1, COPY, Ok(()))));
 }
 
-/// Members may hold rot in different blocks. The one that has modified the region may hold rot that is not known.
+/// Members may hold rot in different blocks. The one that has modified the region may hold rot that is not
+/// known.
 #[test]
 fn known_rot_of_members_that_have_not_modified_the_region_is_repaired_in_single_blocks() {
     let mut bench = Bench::with(&few_have_modified());
@@ -108,7 +109,7 @@ fn known_rot_of_members_that_have_not_modified_the_region_is_repaired_in_single_
     bench.reply(0, COPY, Err(Errno::ROTTEN));
     let out = bench.reply(2, COPY, Err(Errno::ROTTEN));
     let third = 65536 + 2 * 4096;
-    assert_eq!(parts(&out, COPY), [(1, Operation::CheckedRead, third, 4096, 0)], "no other one has the block");
+    assert_eq!(parts(&out, COPY), [(1, Operation::CheckedRead, third, 4096, 0)], "no other one");
     assert_eq!(sent(&bench.reply(1, COPY, Ok(())), COPY), [(0, WRITE), (2, WRITE)]);
 }
 
