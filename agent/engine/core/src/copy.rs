@@ -44,8 +44,9 @@ pub(crate) struct Copy {
     rotten: PeerMask,
     /// Replicas that get the piece: targets, and members that hold rot there.
     to: PeerMask,
-    /// The pieces before this offset are single blocks: the sources hold rot in some of them.
+    /// The pieces before this offset are single blocks: the members in `reported` hold rot in some of them.
     narrow_until_bytes: u64,
+    reported: PeerMask,
     /// True if all possible sources of the piece hold rot there: it is copied unchanged.
     is_unchecked: bool,
     step: CopyStep,
@@ -99,6 +100,7 @@ impl Copy {
             rotten: PeerMask::NONE,
             to: PeerMask::NONE,
             narrow_until_bytes: 0,
+            reported: PeerMask::NONE,
             is_unchecked: false,
             step: CopyStep::Read,
             zeroes: [0; 4],
@@ -129,6 +131,11 @@ impl Copy {
     /// Returns the members that hold rot in the piece.
     pub fn rotten(&self) -> PeerMask {
         self.rotten
+    }
+
+    /// Returns the members that have reported rot in the piece of which this one is a block.
+    pub fn reported(&self) -> PeerMask {
+        self.reported
     }
 
     /// Removes failed replicas.
@@ -199,6 +206,8 @@ impl Copy {
         self.piece = piece_at(self.range, self.piece.end());
         if self.piece.offset() < self.narrow_until_bytes {
             self.piece = first_block(self.piece);
+        } else {
+            self.reported = PeerMask::NONE;
         }
         self.step = CopyStep::Read;
         (self.rotten, self.is_unchecked) = (PeerMask::NONE, false);
@@ -274,6 +283,7 @@ impl Copy {
         // blocks. One that has modified it may hold rot that is not known: it gives only the blocks that no
         // other one has. A replica that receives nothing but the block with its rot keeps its checksums.
         if matches!(self.why, CopyReason::Failed { .. } | CopyReason::Resync { .. }) && self.narrow() {
+            self.reported = self.reported.with(PeerMask::one(peer));
             return None;
         }
         self.rotten = self.rotten.with(PeerMask::one(peer));

@@ -95,13 +95,13 @@ impl EngineCore {
 
     fn read_piece(&mut self, id: SlotId, out: &mut Outputs) {
         let Some(Job::Copy(copy)) = self.job(id) else { return };
-        let (why, range, rotten) = (copy.why(), copy.range(), copy.rotten());
+        let (why, range, rotten, reported) = (copy.why(), copy.range(), copy.rotten(), copy.reported());
         let touched = self.size.regions().touched(range);
         if self.intent.is_clearing(touched.clone()) {
             return self.defer(id); // the copy modifies it
         }
         self.intent.touch(touched);
-        let source = self.source_of(why, rotten);
+        let source = self.source_of(why, rotten, reported);
         if source.is_none() && !rotten.is_empty() && self.all_sources_rotten(id, out) {
             return self.read_piece(id, out);
         }
@@ -114,13 +114,17 @@ impl EngineCore {
         self.send(id, operation, piece, 0, from, out);
     }
 
-    /// Returns the replica to read a piece from, if the replicas in `rotten` hold rot in it.
-    fn source_of(&mut self, why: CopyReason, rotten: PeerMask) -> Option<PeerIndex> {
+    /// Returns the replica to read a piece from, if the replicas in `rotten` hold rot in it, and those in
+    /// `reported` near it.
+    fn source_of(&mut self, why: CopyReason, rotten: PeerMask, reported: PeerMask) -> Option<PeerIndex> {
         let sound = self.membership.answering().without(rotten);
         let preferred = match why {
             CopyReason::Resync { region } => {
                 let sources = self.resync.sources(region).and(sound);
-                self.membership.nearest(if sources.is_empty() { sound } else { sources })
+                // A member that has modified the region may hold more rot, without checksums there.
+                let best =
+                    [sources, sound.without(reported), sound].into_iter().find(|best| !best.is_empty());
+                self.membership.nearest(best.unwrap_or(sound))
             }
             CopyReason::Rebuild { .. } => self.membership.reader(self.timeouts.slow(), rotten),
             CopyReason::Repair { sources, .. } => return sources.and(sound).first(),
@@ -146,8 +150,8 @@ impl EngineCore {
             NoSource::Narrowed => true,
             NoSource::GivenUp => false,
             NoSource::Unchecked => {
-                let (why, range) = (copy.why(), copy.piece());
-                if let Some(peer) = self.source_of(why, PeerMask::NONE) {
+                let (why, range, reported) = (copy.why(), copy.piece(), copy.reported());
+                if let Some(peer) = self.source_of(why, PeerMask::NONE, reported) {
                     out.push(Output::RotFound { peer, range, is_copied: true });
                 }
                 true

@@ -44,11 +44,18 @@ fn a_rotten_source_becomes_a_target() {
     let (mut bench, out) = unequal(3);
     assert_eq!(parts(&out), [(0, Operation::CheckedRead, 0, 65536)]);
     let out = rotten(&mut bench, 0);
-    assert_eq!((parts(&out), rot(&out)), (vec![(0, Operation::CheckedRead, 0, BLOCK)], vec![]));
-    let out = rotten(&mut bench, 0);
-    assert_eq!((parts(&out), rot(&out)), (vec![(1, Operation::CheckedRead, 0, BLOCK)], vec![(0, false)]));
+    assert_eq!((parts(&out), rot(&out)), (vec![(1, Operation::CheckedRead, 0, BLOCK)], vec![]));
     let out = bench.reply(1, COPY, Ok(()));
     assert_eq!(parts(&out), [(0, WRITE, 0, BLOCK), (2, WRITE, 0, BLOCK)]);
+    bench.reply(0, COPY, Ok(()));
+    let out = bench.reply(2, COPY, Ok(()));
+    assert_eq!(parts(&out), [(1, Operation::CheckedRead, BLOCK, BLOCK)], "the other may hold more rot");
+    // It is asked if no other one has the block.
+    let out = rotten(&mut bench, 1);
+    assert_eq!(parts(&out), [(2, Operation::CheckedRead, BLOCK, BLOCK)]);
+    let out = rotten(&mut bench, 2);
+    assert_eq!(parts(&out), [(0, Operation::CheckedRead, BLOCK, BLOCK)]);
+    let out = bench.reply(0, COPY, Ok(()));
     assert!(bench.answer(out, &[]).contains(&Output::Resynced));
     assert_eq!(bench.core.membership().view().members.len(), 3, "it stays a member");
 }
@@ -88,24 +95,24 @@ fn a_rotten_member_without_space_for_its_repair_stays() {
 fn if_all_members_hold_rot_only_blocks_lost_by_all_are_copied_as_rot() {
     let (mut bench, _) = unequal(2);
     let out = rotten(&mut bench, 0);
-    assert_eq!(parts(&out), [(0, Operation::CheckedRead, 0, BLOCK)]);
+    assert_eq!(parts(&out), [(1, Operation::CheckedRead, 0, BLOCK)]);
     // The first block is rotten in both.
-    assert_eq!(parts(&rotten(&mut bench, 0)), [(1, Operation::CheckedRead, 0, BLOCK)]);
-    let out = rotten(&mut bench, 1);
-    assert_eq!((parts(&out), rot(&out)), (vec![(0, Operation::Read, 0, BLOCK)], vec![(1, false), (0, true)]));
-    let out = bench.reply(0, COPY, Ok(()));
-    assert_eq!(parts(&out), [(1, Operation::WriteRot, 0, BLOCK)], "the target must not take it for data");
+    assert_eq!(parts(&rotten(&mut bench, 1)), [(0, Operation::CheckedRead, 0, BLOCK)]);
+    let out = rotten(&mut bench, 0);
+    assert_eq!((parts(&out), rot(&out)), (vec![(1, Operation::Read, 0, BLOCK)], vec![(0, false), (1, true)]));
     let out = bench.reply(1, COPY, Ok(()));
+    assert_eq!(parts(&out), [(0, Operation::WriteRot, 0, BLOCK)], "the target must not take it for data");
+    let out = bench.reply(0, COPY, Ok(()));
     // Of the second block one has a sound copy.
-    assert_eq!(parts(&out), [(0, Operation::CheckedRead, BLOCK, BLOCK)]);
-    assert_eq!(parts(&rotten(&mut bench, 0)), [(1, Operation::CheckedRead, BLOCK, BLOCK)]);
+    assert_eq!(parts(&out), [(1, Operation::CheckedRead, BLOCK, BLOCK)]);
+    assert_eq!(parts(&rotten(&mut bench, 1)), [(0, Operation::CheckedRead, BLOCK, BLOCK)]);
+    let out = bench.reply(0, COPY, Ok(()));
+    assert_eq!(parts(&out), [(1, WRITE, BLOCK, BLOCK)]);
     let out = bench.reply(1, COPY, Ok(()));
-    assert_eq!(parts(&out), [(0, WRITE, BLOCK, BLOCK)]);
-    let out = bench.reply(0, COPY, Ok(()));
     // A former source is a target again.
-    assert_eq!(parts(&out), [(0, Operation::CheckedRead, 2 * BLOCK, BLOCK)]);
-    let out = bench.reply(0, COPY, Ok(()));
-    assert_eq!(parts(&out), [(1, WRITE, 2 * BLOCK, BLOCK)]);
+    assert_eq!(parts(&out), [(1, Operation::CheckedRead, 2 * BLOCK, BLOCK)]);
+    let out = bench.reply(1, COPY, Ok(()));
+    assert_eq!(parts(&out), [(0, WRITE, 2 * BLOCK, BLOCK)]);
     assert!(bench.answer(out, &[]).contains(&Output::Resynced));
 }
 
