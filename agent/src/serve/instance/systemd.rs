@@ -227,8 +227,10 @@ impl Bus {
             ("activating", "auto-restart" | "auto-restart-queued") | ("failed", _) => ProcessPhase::Failed,
             ("activating", _) => ProcessPhase::Starting,
             ("deactivating", _) => ProcessPhase::Stopping,
-            // A restart passes through here between the end of one process and the start of the next.
+            // A restart passes through here between the end of one process and the start of the next. Its job
+            // may end after the state was read: then the state has changed, which is reported next.
             _ if unit.job().await?.0 != 0 => ProcessPhase::Starting,
+            _ if unit.active_state().await? != active => ProcessPhase::Starting,
             _ => ProcessPhase::Stopped,
         };
         if phase == ProcessPhase::Failed {
