@@ -90,8 +90,6 @@ pub struct OrderedScrubs {
     pub is_stopped: bool,
     /// The range of the check that had begun when it was stopped.
     pub last_check: Option<ByteRange>,
-    /// The ranges in which the engine has found rot. It compares and repairs them without a scrub.
-    pub rot: Vec<ByteRange>,
 }
 
 /// Returns true if the engine has each read compared with checksums.

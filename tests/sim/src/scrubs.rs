@@ -34,8 +34,7 @@ impl Simulation {
             return false;
         };
         let may_repair = process.scrubs.may_repair || scrub.repair;
-        let rot = std::mem::take(&mut process.scrubs.rot);
-        process.scrubs = OrderedScrubs { number, may_repair, rot, ..OrderedScrubs::default() };
+        process.scrubs = OrderedScrubs { number, may_repair, ..OrderedScrubs::default() };
         let scrub = ScrubConfig { repair: scrub.repair || is_sabotaged, ..scrub };
         self.trace(|| format!("engine {engine} scrubs the volume: {scrub:?}"));
         self.apply(engine, Event::Scrub(Some(scrub)));
@@ -59,18 +58,10 @@ impl Simulation {
         }
     }
 
-    /// Records that the engine has found rot by a read or a resync.
-    pub fn record_rot(&mut self, engine: u64, range: ByteRange) {
-        if let Some(process) = self.engines.get_mut(&engine) {
-            process.scrubs.rot.push(range);
-        }
-    }
-
     /// Checks a request of a scrub. Engines that verify reads compare and repair other blocks, too.
     pub fn look_at_scrub(&mut self, engine: u64, operation: Operation, range: ByteRange) {
         let Some(process) = self.engines.get_mut(&engine) else { return };
-        let is_of_scrub = !verifies_reads(engine) && !has_rot(&process.scrubs, range);
-        if operation != Operation::Verify || !is_of_scrub || !process.scrubs.is_stopped {
+        if operation != Operation::Verify || verifies_reads(engine) || !process.scrubs.is_stopped {
             return;
         }
         if *process.scrubs.last_check.get_or_insert(range) != range {
@@ -81,13 +72,8 @@ impl Simulation {
     /// Checks the report of a scrub.
     pub fn look_at_report(&mut self, engine: u64, range: ByteRange, repaired: bool) {
         let Some(process) = self.engines.get(&engine) else { return };
-        let is_of_scrub = !verifies_reads(engine) && !has_rot(&process.scrubs, range);
-        if repaired && is_of_scrub && !process.scrubs.may_repair {
+        if repaired && !verifies_reads(engine) && !process.scrubs.may_repair {
             self.violate(format!("engine {engine} repairs {range}, and is only to report"));
         }
     }
-}
-
-fn has_rot(scrubs: &OrderedScrubs, range: ByteRange) -> bool {
-    scrubs.rot.iter().any(|rot| rot.overlaps(range))
 }

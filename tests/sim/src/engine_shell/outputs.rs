@@ -247,7 +247,6 @@ impl Simulation {
     fn rot_found(&mut self, engine: u64, peer: PeerIndex, range: ByteRange, is_copied: bool) {
         self.trace(|| format!("engine {engine}: replica {peer} holds rot at {range}, copied: {is_copied}"));
         self.count("rot found by copies");
-        self.record_rot(engine, range);
         if is_copied {
             self.rot_is_copied(engine, usize::from(peer), range);
         }
