@@ -145,6 +145,13 @@ impl Copy {
         }
     }
 
+    /// Removes a replica from the reason of a repair, because its index means another replica from now on.
+    pub fn replaced(&mut self, peer: PeerMask) {
+        if let CopyReason::Repair { odd, sources } = &mut self.why {
+            (*odd, *sources) = (odd.without(peer), sources.without(peer));
+        }
+    }
+
     /// Makes the copy end with the next action. Returns the targets that were left.
     pub fn cancel(&mut self) -> PeerMask {
         std::mem::replace(&mut self.targets, PeerMask::NONE)

@@ -2,7 +2,7 @@ use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{ByteRange, Regions};
 
 use crate::copy::{Copy, CopyReason};
-use crate::membership::PeerMask;
+use crate::membership::{PeerIndex, PeerMask};
 use crate::scrub_result::VolumeCheck;
 use crate::slot::SlotId;
 
@@ -108,6 +108,22 @@ impl Jobs {
         for (_, job) in &mut self.jobs {
             if let Job::Copy(copy) = job {
                 copy.forget(lost);
+            }
+        }
+    }
+
+    /// Handles that the index of a lost replica means another replica from now on: the results of scrubs are
+    /// not about that one.
+    pub fn replaced(&mut self, peer: PeerIndex) {
+        let replaced = PeerMask::one(peer);
+        for (_, job) in &mut self.jobs {
+            match job {
+                Job::Copy(copy) => copy.replaced(replaced),
+                Job::Check(check) => {
+                    check.checks[usize::from(peer)] = None;
+                    check.rotten = check.rotten.without(replaced);
+                }
+                Job::Idle | Job::Flush(_) => {}
             }
         }
     }

@@ -31,6 +31,9 @@ impl EngineCore {
             return; // all that it misses is counted already
         }
         self.membership.know(peer, config);
+        if !is_known {
+            self.jobs.replaced(peer);
+        }
         self.absent.stop_counting(peer);
         self.count(peer);
         self.distrust(peer);

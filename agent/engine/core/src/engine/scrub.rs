@@ -155,7 +155,11 @@ impl EngineCore {
         // A member that had no space for its repair is still a member.
         let is_left_odd = !odd.and(self.membership.answering()).without(left).is_empty();
         let repaired = !left.is_empty() && !is_left_odd;
-        self.suspects.end_check(!repaired);
-        out.push(Output::ScrubFound { range, odd: odd.iter().collect(), repaired });
+        // All that differed have been replaced by other replicas.
+        let is_outdated = odd.is_empty();
+        self.suspects.end_check(!repaired && !is_outdated);
+        if !is_outdated {
+            out.push(Output::ScrubFound { range, odd: odd.iter().collect(), repaired });
+        }
     }
 }

@@ -129,6 +129,42 @@ fn an_index_of_another_replica_gets_no_more_than_it_may() {
     assert!(failed < rebuilt);
 }
 
+/// The replica that differed is given up during its repair, and another one may get its index.
+#[test]
+fn a_repair_is_not_reported_about_the_replica_that_replaces_the_odd_one() {
+    for is_replaced in [false, true] {
+        let mut bench = Bench::new(3);
+        let out = bench.apply(Event::Scrub(Some(ScrubConfig { bytes_per_s: None, repair: true })));
+        let slot = out.iter().find_map(|output| match output {
+            Output::Send { slot, operation: Operation::Verify, .. } => Some(*slot),
+            _ => None,
+        });
+        let slot = slot.unwrap();
+        // The whole piece differs: its blocks are compared one by one.
+        let checks = [(0, 7), (1, 9), (2, 7)];
+        for (peer, sum) in checks.into_iter().chain(checks) {
+            bench.apply(Event::Verified { peer, slot, outcome: Ok(VolumeCheck::unconfirmed(sum)) });
+        }
+        bench.lose(1);
+        bench.view_stored(0, 2);
+        bench.view_stored(2, 2);
+        bench.apply(Event::Forget { peer: 1 });
+        if is_replaced {
+            let other = PeerConfig { replica: ReplicaId::from_random(77), local: false };
+            bench.apply(Event::Track { peer: 1, config: other });
+        }
+        let out = bench.apply(Event::Reply { peer: 0, slot, outcome: Ok(()) });
+        let about = out.iter().find_map(|output| match output {
+            Output::ScrubFound { odd, repaired, .. } => Some((odd.clone(), *repaired)),
+            _ => None,
+        });
+        assert_eq!(about, Some((vec![1], false)).filter(|_| !is_replaced), "{out:?}");
+        let is_compared =
+            |output: &Output| matches!(output, Output::Send { operation: Operation::Verify, .. });
+        assert!(out.iter().any(is_compared), "the scrub continues: {out:?}");
+    }
+}
+
 /// A rebuilding replica is proposed while the last answer to a check is on its way, and has its copy from the
 /// odd one.
 #[test]
