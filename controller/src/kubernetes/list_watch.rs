@@ -1,7 +1,7 @@
 //! The only list-and-watch of the controller: a list in pages, then the changes after its version.
 //!
-//! Callers decide when to list again, because they need different guarantees. ARCHITECTURE.md compares them
-//! with those of `kube::runtime::watcher`.
+//! Callers decide when to list again, because they need different guarantees. docs/dependencies.md compares
+//! them with those of `kube::runtime::watcher`.
 
 use std::fmt::Debug;
 use std::pin::Pin;
