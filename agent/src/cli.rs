@@ -127,7 +127,7 @@ pub struct RunArgs {
     /// Frontend of the volume. `socket` works for every user, the others need root and a kernel driver
     #[arg(long, default_value = "socket")]
     pub frontend: FrontendArg,
-    /// Threads of the engine, and connections to each replica; a new NBD device has one
+    /// Threads of the engine, and connections to each replica; NBD and iSCSI have one
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=8))]
     pub queues: u16,
     /// Requests in flight per queue

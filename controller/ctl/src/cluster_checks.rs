@@ -20,8 +20,8 @@ const LIMIT: Duration = Duration::from_secs(10);
 const POD_LABEL: &str = "app.kubernetes.io/name=shorthorn-controller";
 /// The wanted number of pods: one leads, and another one takes over.
 const PODS_WANTED: usize = 2;
-/// The policies that keep volumes from being deleted by mistake.
-const POLICIES: [&str; 2] = ["volumes.shorthorn.io", "installation.shorthorn.io"];
+/// The policies that keep volumes from being deleted, or detached from pods, by mistake.
+const POLICIES: [&str; 3] = ["volumes.shorthorn.io", "attachments.shorthorn.io", "installation.shorthorn.io"];
 
 /// The remedy if something of the installation is missing.
 const INSTALL: &str =
@@ -164,6 +164,18 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn every_policy_of_the_deletion_guard_is_checked() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../packaging/deploy/deletion-guard.yaml");
+        let guard = std::fs::read_to_string(path).unwrap();
+        let policies = guard.split("\n---").filter(|text| text.contains("kind: ValidatingAdmissionPolicy\n"));
+        let name = |text: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix("  name: "));
+            line.unwrap_or_default().to_owned()
+        };
+        assert_eq!(policies.map(name).collect::<Vec<_>>(), POLICIES);
+    }
 
     #[test]
     fn a_pod_is_ready_by_its_condition() {

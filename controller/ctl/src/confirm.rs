@@ -10,8 +10,10 @@ pub(super) fn operator() -> String {
 
 /// Asks on a terminal whether to delete `volume`; without a terminal, refuses.
 pub(super) fn deletion(volume: &str) -> Result<(), CtlError> {
-    let refusal = format!("deleting volume {volume} destroys its data: use --yes without a terminal");
-    typed(volume, &refusal, &format!("Delete volume {volume} and all its data?"))
+    let refusal = format!(
+        "deleting volume {volume} deletes its data after the time of the trash: use --yes without a terminal"
+    );
+    typed(volume, &refusal, &format!("Delete volume {volume} and its data?"))
 }
 
 /// Asks on a terminal whether to delete the trash of `volume` for good.

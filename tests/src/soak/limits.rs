@@ -26,7 +26,7 @@ pub struct Limit {
     pub time: Duration,
     /// The additional time.
     pub beyond: Beyond,
-    /// The rule of ARCHITECTURE.md.
+    /// The reason for the limit.
     pub why: &'static str,
 }
 
