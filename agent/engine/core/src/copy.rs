@@ -78,12 +78,10 @@ pub(crate) enum CopyAction {
     End,
 }
 
-/// The way to continue if no source of a piece is sound.
+/// The way to continue if no source of a block is sound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NoSource {
-    /// Look for a source of the first block alone.
-    Narrowed,
-    /// Copy the piece unchanged.
+    /// Copy the block unchanged.
     Unchecked,
     /// End the copy: it is a repair, which has no source.
     GivenUp,
@@ -262,13 +260,9 @@ impl Copy {
         Some(if self.is_unchecked { Operation::Read } else { Operation::CheckedRead })
     }
 
-    /// Handles rot in all possible sources of the piece. They may hold it in different blocks, so single
-    /// blocks are read then. Data that every member has lost is copied as rot: otherwise no replica could
-    /// ever become a member again.
+    /// Handles rot in all possible sources of the piece, a single block. Data that every member has lost is
+    /// copied as rot: otherwise no replica could ever become a member again.
     pub fn all_sources_rotten(&mut self) -> NoSource {
-        if self.narrow() {
-            return NoSource::Narrowed;
-        }
         if matches!(self.why, CopyReason::Repair { .. }) {
             self.targets = PeerMask::NONE;
             return NoSource::GivenUp;
@@ -285,11 +279,10 @@ impl Copy {
     /// Records that `peer` holds rot in the piece: another member gives it, to this one too. Returns the
     /// range of the rot, unless it is looked for in single blocks first.
     pub fn found_rot(&mut self, peer: PeerIndex) -> Option<ByteRange> {
-        // If a request has failed, others may have no space for more than the source holds: only rot is of
-        // another one. In a resync, members that have not modified the region may hold rot in different
-        // blocks. One that has modified it may hold rot that is not known: it gives only the blocks that no
-        // other one has. A replica that receives nothing but the block with its rot keeps its checksums.
-        if matches!(self.why, CopyReason::Failed { .. } | CopyReason::Resync { .. }) && self.narrow() {
+        // Another member may hold rot in other blocks, and may have no checksum that shows it. It gives only
+        // the blocks that this one has lost. A replica that receives nothing but the block with its rot keeps
+        // its checksums. If a request has failed, others may have no space for more than the source holds.
+        if self.narrow() {
             self.reported = self.reported.with(PeerMask::one(peer));
             return None;
         }

@@ -133,6 +133,12 @@ impl EngineCore {
         self.timeouts.silent_ms(peer, self.clock.now_ms())
     }
 
+    /// Returns true if the slot copies a region to replicas that are rebuilt.
+    #[must_use]
+    pub fn is_rebuild_copy(&self, slot: SlotId) -> bool {
+        self.jobs.is_rebuild(slot)
+    }
+
     /// Returns the progress of copies and comparisons.
     #[must_use]
     pub fn copy_progress(&self) -> CopyProgress {

@@ -89,6 +89,13 @@ impl Jobs {
         })
     }
 
+    /// Returns true if the slot copies a region to replicas that are rebuilt.
+    pub fn is_rebuild(&self, slot: SlotId) -> bool {
+        let is_rebuild =
+            |job: &Job| matches!(job, Job::Copy(copy) if matches!(copy.why(), CopyReason::Rebuild { .. }));
+        self.jobs.iter().any(|(of, job)| *of == slot && is_rebuild(job))
+    }
+
     pub fn is_checking(&self) -> bool {
         let is_scrub = |job: &Job| match job {
             Job::Check(_) => true,

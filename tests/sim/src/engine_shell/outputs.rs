@@ -10,6 +10,7 @@ use crate::Sabotage;
 use crate::engine::DEPTH;
 use crate::net::{Ask, Message};
 use crate::occurrence::Occurrence;
+use crate::replica::block_numbers;
 use crate::simulation::Simulation;
 
 impl Simulation {
@@ -128,6 +129,7 @@ impl Simulation {
         match output {
             Output::Send { peer, slot, operation, range, buffer_offset } => {
                 self.look_at_scrub(engine, operation, range);
+                self.look_at_rebuild(engine, peer, slot, operation, range);
                 if let Some(ask) = self.ask_of(engine, slot, operation, range, buffer_offset as usize / 512) {
                     self.send_request(engine, peer, slot, operation, ask);
                 }
@@ -209,6 +211,33 @@ impl Simulation {
             Operation::WriteZeroes { fua } => Ask::WriteZeroes(range, fua),
             Operation::Verify => Ask::Verify(range),
         })
+    }
+
+    /// Checks that a rebuild replaces no sound block of a member: its source may hold rot in that block, and may
+    /// have no checksum that shows it.
+    fn look_at_rebuild(
+        &mut self,
+        engine: u64,
+        peer: PeerIndex,
+        slot: SlotId,
+        operation: Operation,
+        range: ByteRange,
+    ) {
+        let is_write = matches!(operation, Operation::Write { .. } | Operation::WriteZeroes { .. });
+        let Some(process) = self.engines.get(&engine) else { return };
+        let Some(core) = process.core.as_ref().filter(|core| is_write && core.is_rebuild_copy(slot)) else {
+            return;
+        };
+        if core.membership().state(peer) != PeerState::Member {
+            return;
+        }
+        let Some(at) = self.replica_index(process.peers[usize::from(peer)].replica) else { return };
+        self.count("blocks of members repaired by rebuilds");
+        let replica = &self.replicas[at];
+        let sound = |block: &u64| replica.is_sound(*block) && !replica.is_known_rotten(*block);
+        if let Some(block) = block_numbers(range).find(sound) {
+            self.violate(format!("a rebuild replaces block {block} of replica {at}, which is sound there"));
+        }
     }
 
     fn propose(&mut self, engine: u64, peer: PeerIndex, view: View, honoured: ReplicaReport) {

@@ -126,7 +126,12 @@ impl EngineCore {
                     [sources, sound.without(reported), sound].into_iter().find(|best| !best.is_empty());
                 self.membership.nearest(best.unwrap_or(sound))
             }
-            CopyReason::Rebuild { .. } => self.membership.reader(self.timeouts.slow(), rotten),
+            // A member that has reported rot has checksums of the other blocks. It also has to say which block it
+            // has lost, to receive that one.
+            CopyReason::Rebuild { .. } => self
+                .membership
+                .nearest(reported.and(sound))
+                .or_else(|| self.membership.reader(self.timeouts.slow(), rotten)),
             CopyReason::Repair { sources, .. } => return sources.and(sound).first(),
             CopyReason::Failed { sources, .. } => sources.and(sound).first(),
         };
@@ -147,7 +152,6 @@ impl EngineCore {
     fn all_sources_rotten(&mut self, id: SlotId, out: &mut Outputs) -> bool {
         let Some(Job::Copy(copy)) = self.job(id) else { return false };
         match copy.all_sources_rotten() {
-            NoSource::Narrowed => true,
             NoSource::GivenUp => false,
             NoSource::Unchecked => {
                 let (why, range, reported) = (copy.why(), copy.piece(), copy.reported());
