@@ -427,4 +427,4 @@ fn zero_blocks(data: IoBuf) -> ZeroBlocks {
 }
 
 #[cfg(test)]
-mod tests;
+pub mod tests;

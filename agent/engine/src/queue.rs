@@ -51,6 +51,24 @@ struct Arrival {
     installed: SyncSender<()>,
 }
 
+/// Takes the messages of other threads. A replica that is dropped loses its connections that arrived before,
+/// too: one that is installed after the drop would stay without use, and keep the replica from a rebuild.
+fn take_messages(messages: &mut Vec<QueueMessage>, outputs: &mut Outputs, arriving: &mut Vec<Arrival>) {
+    for message in messages.drain(..) {
+        match message {
+            QueueMessage::Do(output) => {
+                if let Output::Drop { peer, .. } = &output {
+                    arriving.retain(|arrival| arrival.peer != *peer);
+                }
+                outputs.push(output);
+            }
+            QueueMessage::Connect { peer, ready, installed } => {
+                arriving.push(Arrival { peer, ready: Some(ready), installed });
+            }
+        }
+    }
+}
+
 /// The progress of a drain, before the queue is left to the next process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Drain {
@@ -258,14 +276,7 @@ impl Running {
             _ => {
                 wake.arm(ring, WAKE);
                 shared.take_messages(*index, &mut self.messages);
-                for messages in self.messages.drain(..) {
-                    match messages {
-                        QueueMessage::Do(output) => self.outputs.push(output),
-                        QueueMessage::Connect { peer, ready, installed } => {
-                            self.arriving.push(Arrival { peer, ready: Some(ready), installed });
-                        }
-                    }
-                }
+                take_messages(&mut self.messages, &mut self.outputs, &mut self.arriving);
             }
         }
         Ok(())
@@ -446,5 +457,39 @@ impl Running {
             self.queue.arena.release_pages(slot, SLOT_KEEP_BYTES);
         }
         self.has_grown_buffer = false;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+    use std::sync::mpsc::sync_channel;
+
+    use shorthorn_core::DropCause;
+
+    use super::*;
+    use crate::link::tests::ready;
+
+    fn dropped(peer: PeerIndex) -> QueueMessage {
+        QueueMessage::Do(Output::Drop { peer, reason: "test".to_owned(), cause: DropCause::Unused })
+    }
+
+    #[test]
+    fn a_drop_closes_the_connections_that_arrived_before_it() {
+        let (mut outputs, mut arriving) = (Vec::new(), Vec::new());
+        let mut remote = Vec::new();
+        let mut connect = |peer| {
+            let (local, other) = UnixStream::pair().unwrap();
+            remote.push(other);
+            QueueMessage::Connect { peer, ready: ready(local), installed: sync_channel(1).0 }
+        };
+        let mut messages = vec![connect(0), connect(1), dropped(1), connect(1)];
+        take_messages(&mut messages, &mut outputs, &mut arriving);
+        assert_eq!(arriving.iter().map(|arrival| arrival.peer).collect::<Vec<_>>(), [0, 1]);
+        assert_eq!((outputs.len(), messages.len()), (1, 0));
+        assert_eq!(remote[1].read(&mut [0]).unwrap(), 0, "it is closed");
+        remote[2].set_nonblocking(true).unwrap();
+        assert!(remote[2].read(&mut [0]).is_err(), "the one after the drop is open");
     }
 }

@@ -221,15 +221,29 @@ impl RebuildTask {
             {
                 return false;
             }
-            match self.commands.recv_timeout(pause) {
-                Err(RecvTimeoutError::Timeout) => {}
-                Ok(TaskCommand::RetryNow | TaskCommand::EndDelay) => self.pause = FIRST_PAUSE,
+            if !self.wait_for_pause(pause) {
+                return false;
+            }
+        }
+    }
+
+    /// Waits until the next attempt; false if the rebuild task has to end.
+    fn wait_for_pause(&mut self, pause: Duration) -> bool {
+        let until = Instant::now() + pause;
+        loop {
+            match self.commands.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Err(RecvTimeoutError::Timeout) => return true,
+                Ok(TaskCommand::RetryNow | TaskCommand::EndDelay) => {
+                    self.pause = FIRST_PAUSE;
+                    return true;
+                }
+                // An attempt that closes connections without a use of them drops the replica too. That does not
+                // end the pause after the attempt.
+                Ok(TaskCommand::Start(RebuildDelay::For(Duration::ZERO))) => {}
                 // It was dropped again, as a rebuilding replica.
                 Ok(TaskCommand::Start(delay)) => {
                     self.pause = FIRST_PAUSE;
-                    if !self.wait_for_delay(delay) {
-                        return false;
-                    }
+                    return self.wait_for_delay(delay);
                 }
                 Ok(TaskCommand::End) | Err(RecvTimeoutError::Disconnected) => return false,
             }

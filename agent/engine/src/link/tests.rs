@@ -23,7 +23,7 @@ fn claim() -> Claim {
     Claim { volume, replica, generation: GENERATION, queue: 0 }
 }
 
-fn ready(socket: UnixStream) -> ReadyConnection {
+pub fn ready(socket: UnixStream) -> ReadyConnection {
     let session = Session::of_engine(&SECRET, NONCES[0], NONCES[1], &claim());
     ReadyConnection { socket: socket.into(), session }
 }
