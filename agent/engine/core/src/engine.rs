@@ -3,9 +3,9 @@ mod copy;
 mod expand;
 mod failed;
 mod rebuild;
+mod requests;
 mod resync;
 mod scrub;
-mod serve;
 mod timeouts;
 
 use shorthorn_types::{RegionSet, Regions};
@@ -35,8 +35,8 @@ use crate::wake::Wake;
 ///
 /// It is composed of parts. Each has its own state, rules and tests, in a module of the crate. The methods
 /// of the core route events to the parts and write the outputs. If a rule needs two parts, the core passes
-/// one to the other. The modules below this one have the methods by topic. `serve` has those for requests of
-/// the frontend, and `copy` those for the copy slots. The others have those for the part or event in their
+/// one to the other. The modules below this one have the methods by topic. `requests` has those for requests
+/// of the frontend, and `copy` those for the copy slots. The others have those for the part or event in their
 /// name.
 #[derive(Debug)]
 pub struct EngineCore {
