@@ -267,8 +267,8 @@ impl Start<'_> {
     /// Shows the opened volume, and lets the main thread execute a command that had to wait for it.
     fn show_opened(&self, opened: &Opened) {
         publish(self.publisher, |engine| {
-            engine.generation = opened.view.id.generation;
-            engine.view = Some(opened.view);
+            engine.generation = opened.volume.view.id.generation;
+            engine.view = Some(opened.volume.view);
             engine.members.clone_from(&opened.members);
             status::of_serving(opened.lost_writes).clone_into(&mut engine.message);
         });
@@ -445,14 +445,14 @@ fn start_queues(
     events: Sender<MainEvent>,
 ) -> Result<(Arc<Shared>, Threads), EngineError> {
     let mut core = EngineCore::new(&core_config(spec, opened, record));
-    let unknown = (0..).zip(&opened.is_out_of_sync_complete).filter(|(_, is_complete)| !**is_complete);
+    let unknown = (0..).zip(&opened.volume.is_out_of_sync_complete).filter(|(_, is_complete)| !**is_complete);
     unknown.for_each(|(peer, _)| core.distrust(peer));
     let pairs = frontends.iter().map(|_| Wake::new()).collect::<Result<Vec<_>, _>>();
     let (wakes, wakers): (Vec<Wake>, Vec<_>) =
         pairs.map_err(EngineError::system("eventfd"))?.into_iter().unzip();
     let shared = Arc::new(Shared::new(core, wakers, events));
     let mut connections: Vec<_> =
-        std::mem::take(&mut opened.connections).into_iter().map(Vec::into_iter).collect();
+        std::mem::take(&mut opened.volume.connections).into_iter().map(Vec::into_iter).collect();
     let mut threads = Vec::new();
     for (((frontend, wake), counters), index) in frontends.into_iter().zip(wakes).zip(counters).zip(0u16..) {
         let slots = LinkSlots { depth: record.depth, copies: if index == 0 { COPY_SLOTS } else { 0 } };
@@ -463,7 +463,7 @@ fn start_queues(
             arena: Arena::new(usize::from(slots.depth + slots.copies), MAX_IO_BYTES as usize)
                 .map_err(EngineError::system("mmap"))?,
             wake,
-            links: links(&shared, index, opened.view.id.generation, slots, mine)
+            links: links(&shared, index, opened.volume.view.id.generation, slots, mine)
                 .map_err(EngineError::system("taking over a connection"))?,
             frontend,
             shared: Arc::clone(&shared),
@@ -483,16 +483,16 @@ fn core_config(spec: &EngineSpec, opened: &Opened, record: &DeviceRecord) -> Cor
         queues: record.queues,
         depth: record.depth,
         peers: spec.replicas.iter().map(peer).collect(),
-        view: opened.view,
+        view: opened.volume.view,
         replica_timeout_ms: u64::from(spec.replica_timeout_ms),
         late_limit_ms: LATE_LIMIT_MS,
         flight_limits: FLIGHT_LIMITS,
         size_bytes: spec.size_bytes,
-        dirty: opened.dirty.clone(),
-        resync_sources: opened.resync_sources.clone(),
-        out_of_sync: opened.out_of_sync.clone(),
-        stamp: opened.stamp,
-        out_of_sync_stamps: opened.out_of_sync_stamps.clone(),
+        dirty: opened.volume.dirty.clone(),
+        resync_sources: opened.volume.resync_sources.clone(),
+        out_of_sync: opened.volume.out_of_sync.clone(),
+        stamp: opened.volume.stamp,
+        out_of_sync_stamps: opened.volume.out_of_sync_stamps.clone(),
         copy_slots: COPY_SLOTS,
         copy_limits: copy_limits(spec.rebuild),
         intent_interval_ms: Some(u64::from(spec.intent_clear_after_ms)).filter(|interval| *interval > 0),
@@ -524,17 +524,21 @@ fn links(
 
 /// Collects the shared state of the rebuild tasks.
 fn context(spec: &EngineSpec, opened: &Opened, shared: Arc<Shared>) -> EngineContext {
-    let complete = opened.is_out_of_sync_complete.iter().copied().chain(std::iter::repeat(false));
-    let runs = opened.runs.iter().copied().chain(std::iter::repeat(None));
+    let complete = opened.volume.is_out_of_sync_complete.iter().copied().chain(std::iter::repeat(false));
+    let runs = opened.volume.runs.iter().copied().chain(std::iter::repeat(None));
     let peer = |((endpoint, is_complete), run): ((&ReplicaEndpoint, bool), Option<u64>)| Peer {
         run,
         endpoint: endpoint.clone(),
         is_complete,
-        last_view: Some(opened.last_view).filter(|view| view.members.contains(endpoint.replica)),
+        last_view: Some(opened.volume.last_view).filter(|view| view.members.contains(endpoint.replica)),
     };
     let peers = spec.replicas.iter().zip(complete).zip(runs).map(peer).collect();
-    let context =
-        EngineContext::new(Connector::new(spec, opened.view.id.generation), spec.queues, shared, peers);
+    let context = EngineContext::new(
+        Connector::new(spec, opened.volume.view.id.generation),
+        spec.queues,
+        shared,
+        peers,
+    );
     context.limit(copy_limits(spec.rebuild).bytes_per_s);
     context
 }

@@ -12,7 +12,7 @@ use shorthorn_control::{
 use shorthorn_recovery::{
     Grant, NotOpen, OTHER_RUN, Offenders, OpeningEngine, Proposal, Volume, conclude, propose_to,
 };
-use shorthorn_types::{Members, RegionSet, Regions, ReplicaId, View};
+use shorthorn_types::{Members, Regions, ReplicaId, View};
 use shorthorn_views::{FencedReplica, KeptSets, NoPlan, StartPlan, ViewChange};
 
 use crate::connection::{ConnectError, ReplicaConnection, finish};
@@ -39,30 +39,14 @@ const PROPOSAL_LIMIT: Duration = Duration::from_secs(45);
 /// connections that are silent for a minute.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
 
-/// A volume that may be served: its first view is committed.
+/// A volume that may be served, with the status of its replicas.
 #[derive(Debug)]
 pub struct Opened {
-    pub view: View,
-    /// The newest view of earlier engines that is known to be committed.
-    pub last_view: View,
-    /// A connection per queue for each member, in the order of the replicas in the spec.
-    pub connections: Vec<Vec<ReplicaConnection>>,
+    /// The result of the attempt, with a connection per queue for each member, in the order of the replicas
+    /// in the spec.
+    pub volume: shorthorn_recovery::Opened<Vec<Vec<ReplicaConnection>>>,
     pub members: Vec<MemberStatus>,
     pub size_bytes: u64,
-    /// Regions in which the members may differ.
-    pub dirty: RegionSet,
-    /// The regions to resync from each replica.
-    pub resync_sources: Vec<RegionSet>,
-    /// The regions that each replica has missed, as far as the members know.
-    pub out_of_sync: Vec<RegionSet>,
-    /// True for each replica whose missed regions are all known.
-    pub is_out_of_sync_complete: Vec<bool>,
-    /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].
-    pub stamp: u32,
-    /// The newest stamp that each replica outside the view was sent.
-    pub out_of_sync_stamps: Vec<Option<u32>>,
-    /// The run of the process of each replica that was reached.
-    pub runs: Vec<Option<u64>>,
     /// A new size that was requested meanwhile.
     pub expand_to_bytes: Option<u64>,
     /// See [`EngineState::lost_writes`].
@@ -73,8 +57,8 @@ impl Opened {
     /// Returns the bytes to resync before they are served, because the members may differ there.
     pub fn unequal_bytes(&self) -> Option<u64> {
         let region_bytes = Regions::of(self.size_bytes).region_bytes();
-        let bytes = u64::from(self.dirty.len()) * region_bytes;
-        (bytes > 0 && self.view.members.len() > 1).then_some(bytes)
+        let bytes = u64::from(self.volume.dirty.len()) * region_bytes;
+        (bytes > 0 && self.volume.view.members.len() > 1).then_some(bytes)
     }
 }
 
@@ -250,11 +234,11 @@ impl Opener<'_> {
 
     fn opened(
         &self,
-        opened: shorthorn_recovery::Opened<Vec<Vec<ReplicaConnection>>>,
+        volume: shorthorn_recovery::Opened<Vec<Vec<ReplicaConnection>>>,
         mut members: Vec<MemberStatus>,
     ) -> Opened {
         for member in &mut members {
-            let in_view = opened.view.members.contains(member.replica);
+            let in_view = volume.view.members.contains(member.replica);
             member.mode = if in_view { MemberMode::Member } else { MemberMode::Failed };
             if !in_view {
                 member.away_since_ms = Some(status::now_ms());
@@ -265,18 +249,9 @@ impl Opener<'_> {
             }
         }
         Opened {
-            view: opened.view,
-            last_view: opened.last_view,
-            connections: opened.connections,
+            volume,
             members,
             size_bytes: self.spec.size_bytes,
-            dirty: opened.dirty,
-            resync_sources: opened.resync_sources,
-            out_of_sync: opened.out_of_sync,
-            is_out_of_sync_complete: opened.is_out_of_sync_complete,
-            stamp: opened.stamp,
-            out_of_sync_stamps: opened.out_of_sync_stamps,
-            runs: opened.runs,
             expand_to_bytes: self.expand_to_bytes,
             lost_writes: self.state.lost_writes(),
         }

@@ -97,7 +97,7 @@ impl<'a> Serving<'a> {
             rebuild_tasks,
             device: Arc::clone(device),
             expansion: None,
-            view: opened.view,
+            view: opened.volume.view,
             asked: None,
             resync: opened.unequal_bytes().map(|bytes| Meter::new(bytes, now)),
             copies: [const { None }; MAX_MEMBERS],
