@@ -2,10 +2,11 @@
 //! socket, and starts rebuild tasks for replicas outside the view.
 
 mod commands;
-mod differences;
 mod expansion;
 mod members;
 mod moves;
+mod scrub_events;
+mod scrubs;
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -13,17 +14,16 @@ use std::time::{Duration, Instant};
 
 use shorthorn_control::{
     CopyStatus, EnginePhase, EngineSpec, EngineStatus, GrantWanted, MemberMode, MemberStatus, Publisher,
-    ScrubStatus,
 };
-use shorthorn_core::{Cause, Event, FailedRequest, PeerIndex, ScrubConfig};
+use shorthorn_core::{Cause, Event, FailedRequest, PeerIndex};
 use shorthorn_frontend::RefusedRequest;
 use shorthorn_recovery::{RebuildDelay, Standing};
 use shorthorn_types::limits::MAX_MEMBERS;
-use shorthorn_types::{ByteRange, ReplicaId, View};
+use shorthorn_types::{ReplicaId, View};
 
 use crate::context::{EngineContext, Peer};
 use crate::error::EngineError;
-use crate::events::{Done, Ending, MainEvent, RebuildProgress, ScrubFinding, ScrubProgress};
+use crate::events::{Ending, MainEvent, RebuildProgress};
 use crate::expansion::{ExpansionTask, SharedDevice};
 use crate::failures::{self, RequestError};
 use crate::open::Opened;
@@ -32,8 +32,8 @@ use crate::scrubber::Scrubbing;
 use crate::shared::{Shared, lock};
 use crate::state::EngineState;
 use crate::status::{self, Meter};
-use differences::{Difference, Differences};
 use moves::Moves;
+use scrubs::Scrubs;
 
 /// The interval of reading the progress of running copies from the core. Reading takes the core's lock, and
 /// only people read the result.
@@ -66,13 +66,7 @@ pub struct Serving<'a> {
     begun: Instant,
     /// The members whose addresses have changed.
     moves: Moves,
-    is_scrubbing: bool,
-    /// Differences of the running scrub that are not logged yet.
-    differences: Differences,
-    /// The running scrub of the snapshots, and the settings with which the scrub of the volume follows.
-    snapshots: Option<(Scrubbing, ScrubConfig)>,
-    /// The number of scrubs so far.
-    scrubs: u64,
+    scrubs: Scrubs<Scrubbing>,
     logged: Instant,
 }
 
@@ -104,10 +98,7 @@ impl<'a> Serving<'a> {
             standings: Default::default(),
             begun: now,
             moves: Moves::default(),
-            is_scrubbing: false,
-            differences: Differences::default(),
-            snapshots: None,
-            scrubs: 0,
+            scrubs: Scrubs::new(),
             logged: now,
         };
         if let Some(bytes) = opened.unequal_bytes() {
@@ -231,7 +222,7 @@ impl<'a> Serving<'a> {
     }
 
     fn is_copying(&self) -> bool {
-        self.resync.is_some() || self.is_scrubbing || self.copies.iter().any(Option::is_some)
+        self.resync.is_some() || self.scrubs.is_running() || self.copies.iter().any(Option::is_some)
     }
 
     fn context(&self) -> &EngineContext {
@@ -462,104 +453,10 @@ impl<'a> Serving<'a> {
         if let Some(at_bytes) = progress.scrub_at_bytes {
             self.publish_scrub(|scrub| scrub.at_bytes = at_bytes);
         }
-        let due = self.differences.take_due(now);
+        let due = self.scrubs.take_due(now);
         self.log_differences(due);
         if is_time_to_log {
             self.logged = now;
         }
-    }
-
-    fn publish_scrub(&self, change: impl FnOnce(&mut ScrubStatus)) {
-        self.publish(|engine| engine.change_scrub(change));
-    }
-
-    fn scrub_found(&mut self, range: ByteRange, odd: &[PeerIndex], repaired: bool) {
-        let odd: Vec<String> =
-            odd.iter().filter_map(|peer| self.replica(*peer)).map(|replica| replica.to_string()).collect();
-        let odd = odd.join(" ");
-        let last = format!("{range}: {odd}{}", if repaired { ", repaired" } else { "" });
-        let found = Difference::new(range, odd, repaired);
-        // A read finds few.
-        let unlogged = if self.is_scrubbing { self.differences.add(found) } else { Some(found) };
-        self.log_differences(unlogged);
-        self.count_found(repaired, last);
-    }
-
-    /// Logs the differences of the scrub, which has ended.
-    fn log_all_differences(&mut self) {
-        let differences = self.differences.take_all();
-        self.log_differences(differences);
-    }
-
-    fn log_differences(&self, differences: impl IntoIterator<Item = Difference>) {
-        for Difference { odd, repaired, count, first, last } in differences {
-            let volume = &self.spec.volume;
-            tracing::error!(%volume, count, %first, %last, odd, repaired, "the members have different data");
-        }
-    }
-
-    fn count_found(&self, repaired: bool, last: String) {
-        self.publish(|engine| engine.count_found(repaired, last));
-    }
-
-    fn scrub_progress(&mut self, scrub: u64, progress: ScrubProgress) {
-        if self.snapshots.as_ref().is_none_or(|(scrubbing, _)| scrubbing.number() != scrub) {
-            return; // it was stopped
-        }
-        match progress {
-            ScrubProgress::At { snapshot, offset_bytes } => self.publish_scrub(|scrub| {
-                (scrub.snapshot, scrub.at_bytes) = (Some(snapshot), offset_bytes);
-            }),
-            ScrubProgress::Found(finding) => self.snapshot_differs(finding),
-            ScrubProgress::Ended { incomplete } => self.snapshots_done(incomplete),
-        }
-    }
-
-    fn snapshot_differs(&self, finding: ScrubFinding) {
-        let ScrubFinding { snapshot, range, odd, done } = finding;
-        let name =
-            |peer: &PeerIndex| self.replica(*peer).map(|replica| replica.to_string()).unwrap_or_default();
-        let replicas = odd.iter().map(name).collect::<Vec<_>>().join(" ");
-        let what = match &done {
-            Done::Repaired { from } => format!("repaired from {}", name(from)),
-            Done::Reported => "not repaired: repair was not requested".to_owned(),
-            Done::Undecided => "not repaired: no majority".to_owned(),
-            Done::Failed(reason) => format!("not repaired: {reason}"),
-        };
-        let repaired = matches!(done, Done::Repaired { .. });
-        let (volume, offset_bytes, length_bytes) = (&self.spec.volume, range.offset(), range.length());
-        tracing::error!(
-            %volume, replicas, snapshot, offset_bytes, length_bytes, repaired, done = what,
-            "a snapshot has rot"
-        );
-        self.count_found(repaired, format!("snapshot {snapshot} at {range}: {replicas}, {what}"));
-    }
-
-    /// Starts the scrub of the volume after that of the snapshots.
-    fn snapshots_done(&mut self, incomplete: Option<String>) {
-        let Some((_, config)) = self.snapshots.take() else { return };
-        let volume = &self.spec.volume;
-        match &incomplete {
-            None => tracing::info!(%volume, "the scrub has compared all snapshots"),
-            Some(reason) => tracing::warn!(%volume, reason, "the scrub has not compared all snapshots"),
-        }
-        self.publish_scrub(|scrub| {
-            (scrub.snapshot, scrub.at_bytes) = (None, 0);
-            if let Some(reason) = incomplete {
-                scrub.last = format!("not every snapshot was compared: {reason}");
-            }
-        });
-        self.shared().send_to_core(Event::Scrub(Some(config)));
-    }
-
-    fn scrub_done(&mut self) {
-        if self.snapshots.is_some() || !self.is_scrubbing {
-            return; // of one that was stopped
-        }
-        self.is_scrubbing = false;
-        self.log_all_differences();
-        let size_bytes = self.spec.size_bytes;
-        self.publish(|engine| engine.complete_scrub(size_bytes));
-        tracing::info!(volume = %self.spec.volume, "the scrub has compared everything");
     }
 }

@@ -75,8 +75,7 @@ impl Serving<'_> {
     fn scrub(&mut self, command: Option<ScrubCommand>) -> Result<(), EngineError> {
         tracing::info!(volume = %self.spec.volume, ?command, "scrub");
         self.log_all_differences();
-        self.is_scrubbing = command.is_some();
-        self.snapshots = None;
+        self.scrubs.stop();
         self.shared().send_to_core(Event::Scrub(None));
         let Some(command) = command else {
             self.publish(|engine| engine.change_scrub(ScrubStatus::stop));
@@ -85,15 +84,14 @@ impl Serving<'_> {
         // An operator who requests a scrub checks the volume: late replicas may try again.
         self.standings = Default::default();
         self.context().known_peers().iter().for_each(|(index, _)| self.rebuild_tasks.end_delay(*index));
-        self.scrubs += 1;
-        let number = self.scrubs;
+        let number = self.scrubs.next_number();
         self.publish(|engine| {
             engine.scrub =
                 Some(ScrubStatus { number: Some(number), running: true, ..ScrubStatus::default() });
         });
         let config = scrub_config(command);
         let scrubbing = Scrubbing::start(Arc::clone(self.rebuild_tasks.context()), command, number)?;
-        self.snapshots = Some((scrubbing, config));
+        self.scrubs.start(scrubbing, config);
         Ok(())
     }
 

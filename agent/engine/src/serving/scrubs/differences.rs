@@ -12,7 +12,7 @@ const GROUPS_MAX: usize = 16;
 
 /// Ranges in which the same members differ, with the same outcome.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Difference {
+pub(in crate::serving) struct Difference {
     /// The replicas with other data, as the log names them.
     pub odd: String,
     pub repaired: bool,
