@@ -27,7 +27,7 @@ use crate::replica_timeouts::ReplicaTimeouts;
 use crate::resync::Resync;
 use crate::scrub::{Scrub, Suspects};
 use crate::size::VolumeSize;
-use crate::slot::{SlotId, SlotPhase, Slots};
+use crate::slot::{SlotId, Slots};
 use crate::space::Space;
 use crate::wake::Wake;
 
@@ -251,7 +251,7 @@ impl EngineCore {
     }
 
     fn defer(&mut self, id: SlotId) {
-        self.slots.at_mut(id).phase = SlotPhase::Deferred;
+        self.slots.at_mut(id).defer();
         self.dispatch.defer(id);
     }
 

@@ -44,8 +44,8 @@ impl Flights {
     /// Returns true if the request in `slot` may be with the replicas now; it counts as that then. A read
     /// that is sent again counts already.
     pub fn take_off(&mut self, slot: &mut Slot) -> bool {
-        let Slot { operation, range, .. } = *slot;
-        if slot.is_in_flight {
+        let (operation, range) = (slot.operation(), slot.range());
+        if slot.is_in_flight() {
             return true;
         }
         if self.is_flooded(operation, range) || !self.of(operation).take_off(data_bytes(operation, range)) {
@@ -54,7 +54,7 @@ impl Flights {
         if writes_zeroes(operation) {
             self.zeroing_bytes += range.length();
         }
-        slot.is_in_flight = true;
+        slot.set_in_flight();
         true
     }
 
@@ -67,8 +67,8 @@ impl Flights {
     /// Takes the completed request in `slot` out of the count. Returns true if deferred requests may have
     /// room now.
     pub fn land(&mut self, slot: &Slot) -> bool {
-        let Slot { operation, range, .. } = *slot;
-        if !slot.is_in_flight {
+        let (operation, range) = (slot.operation(), slot.range());
+        if !slot.is_in_flight() {
             return false;
         }
         let flight = self.of(operation);

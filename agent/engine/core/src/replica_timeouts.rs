@@ -291,7 +291,7 @@ impl ReplicaTimeouts {
             }
         };
         for slot in slots.active() {
-            owe(slot.pending, slot.sent_at_ms.saturating_add(extra_ms(slot)));
+            owe(slot.pending(), slot.sent_at_ms().saturating_add(extra_ms(slot)));
         }
         if membership.is_changing() {
             owe(membership.unstored(), self.proposed_at_ms);
@@ -407,9 +407,9 @@ impl ReplicaTimeouts {
 
 /// Returns the time by which the request may take longer than others.
 fn extra_ms(slot: &Slot) -> u64 {
-    match slot.operation {
+    match slot.operation() {
         Operation::Discard | Operation::WriteZeroes { .. } => {
-            slot.range.length() * 1000 / ZEROING_BYTES_PER_S
+            slot.range().length() * 1000 / ZEROING_BYTES_PER_S
         }
         _ => 0,
     }

@@ -1,5 +1,6 @@
 use std::ops::Range;
 
+use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno, Regions};
 
 use crate::membership::{PeerIndex, PeerMask};
@@ -16,7 +17,7 @@ pub struct SlotId {
 
 /// The stage of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SlotPhase {
+enum SlotPhase {
     /// The slot has no request.
     Free,
     /// The request waits for an overlapping one.
@@ -29,34 +30,40 @@ pub(crate) enum SlotPhase {
     Resync,
 }
 
-/// The request in one slot.
+/// The request in one slot, and the answers of the replicas so far.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Slot {
-    pub phase: SlotPhase,
-    pub operation: Operation,
-    pub range: ByteRange,
+    phase: SlotPhase,
+    operation: Operation,
+    range: ByteRange,
     /// Replicas that it was sent to when it was ready.
-    pub sent: PeerMask,
+    sent: PeerMask,
     /// Replicas that have to answer before it can be completed.
-    pub pending: PeerMask,
+    pending: PeerMask,
     /// Replicas that answered that they have no space.
-    pub no_space: PeerMask,
+    no_space: PeerMask,
     /// Members that hold rot in the range of a verified read.
-    pub rotten: PeerMask,
+    rotten: PeerMask,
     /// The progress of a read that proceeds block by block, because every member holds rot in some block.
     /// None for other reads.
-    pub narrow_at_bytes: Option<u64>,
+    narrow_at_bytes: Option<u64>,
     /// The error in the answer of the last member, if any.
-    pub error: Option<Errno>,
+    error: Option<Errno>,
     /// The members that answered with this error.
-    pub erred: PeerMask,
-    pub sent_at_ms: u64,
+    erred: PeerMask,
+    sent_at_ms: u64,
     /// True if the request counts in [`crate::flight::Flights`].
-    pub is_in_flight: bool,
+    is_in_flight: bool,
+}
+
+/// Returns the part of `range` from `start` on that is in one block.
+fn block_at(range: ByteRange, start: u64) -> ByteRange {
+    let end = (start / BLOCK_BYTES + 1) * BLOCK_BYTES;
+    ByteRange::new(start, end.min(range.end()).saturating_sub(start)).unwrap_or(ByteRange::EMPTY)
 }
 
 impl Slot {
-    pub const FREE: Slot = Slot {
+    const FREE: Slot = Slot {
         phase: SlotPhase::Free,
         operation: Operation::Flush,
         range: ByteRange::EMPTY,
@@ -76,6 +83,74 @@ impl Slot {
         Slot { phase: SlotPhase::Waiting, operation: request.operation, range: request.range, ..Slot::FREE }
     }
 
+    pub fn operation(&self) -> Operation {
+        self.operation
+    }
+
+    pub fn range(&self) -> ByteRange {
+        self.range
+    }
+
+    /// Returns the replicas that the request was sent to when it was ready.
+    pub fn sent(&self) -> PeerMask {
+        self.sent
+    }
+
+    /// Returns the replicas that have to answer before the request can be completed.
+    pub fn pending(&self) -> PeerMask {
+        self.pending
+    }
+
+    /// Returns the time at which the request was sent the last time.
+    pub fn sent_at_ms(&self) -> u64 {
+        self.sent_at_ms
+    }
+
+    /// Returns the replicas that answered that they have no space.
+    pub fn no_space(&self) -> PeerMask {
+        self.no_space
+    }
+
+    /// Returns the members that hold rot in the range, or in the current block, of a verified read.
+    pub fn rotten(&self) -> PeerMask {
+        self.rotten
+    }
+
+    /// Returns the error in the answer of the last member, if any.
+    pub fn error(&self) -> Option<Errno> {
+        self.error
+    }
+
+    /// Returns the members that have answered with an error as the last member.
+    pub fn erred(&self) -> PeerMask {
+        self.erred
+    }
+
+    /// Returns true if the request, or its current part, was sent and its answers have not been handled.
+    pub fn is_active(&self) -> bool {
+        self.phase == SlotPhase::Active
+    }
+
+    /// Returns true if the request counts in [`crate::flight::Flights`].
+    pub fn is_in_flight(&self) -> bool {
+        self.is_in_flight
+    }
+
+    /// Records that the request counts in [`crate::flight::Flights`].
+    pub fn set_in_flight(&mut self) {
+        self.is_in_flight = true;
+    }
+
+    /// Records that the request must not be sent now, although its range is free.
+    pub fn defer(&mut self) {
+        self.phase = SlotPhase::Deferred;
+    }
+
+    /// Records the replicas that a ready request is sent to.
+    pub fn set_sent(&mut self, to: PeerMask) {
+        self.sent = to;
+    }
+
     /// Records that a part of the request was sent to the replicas in `to`, which have to answer.
     pub fn ask(&mut self, to: PeerMask, now_ms: u64) {
         (self.phase, self.pending, self.sent_at_ms) = (SlotPhase::Active, to, now_ms);
@@ -85,6 +160,63 @@ impl Slot {
     pub fn answered_by(&mut self, peer: PeerIndex) -> bool {
         self.pending = self.pending.without(PeerMask::one(peer));
         self.pending.is_empty()
+    }
+
+    /// Records that `peer`, the last member, has answered with an error.
+    pub fn record_error(&mut self, peer: PeerIndex, errno: Errno) {
+        (self.error, self.erred) = (Some(errno), PeerMask::one(peer));
+    }
+
+    /// Forgets the error, because its member is not the last one any more.
+    pub fn clear_error(&mut self) {
+        self.error = None;
+    }
+
+    /// Records that `peer` has no space for the modification.
+    pub fn record_no_space(&mut self, peer: PeerIndex) {
+        self.no_space = self.no_space.with(PeerMask::one(peer));
+    }
+
+    /// Records that `peer` holds rot in the part that was read. Another member has to answer.
+    pub fn record_rot(&mut self, peer: PeerIndex) {
+        (self.pending, self.rotten) = (PeerMask::NONE, self.rotten.with(PeerMask::one(peer)));
+    }
+
+    /// Returns the part that a read is to be sent for: its range, or one block of it.
+    pub fn part_to_read(&self) -> ByteRange {
+        self.narrow_at_bytes.map_or(self.range, |at_bytes| block_at(self.range, at_bytes))
+    }
+
+    /// Lets a read proceed block by block, from the first. Returns false if it does already, or has only one
+    /// block.
+    pub fn begin_blocks(&mut self) -> bool {
+        let is_one_block = self.range.grown_to_blocks().length() <= BLOCK_BYTES;
+        if self.narrow_at_bytes.is_some() || is_one_block {
+            return false;
+        }
+        (self.narrow_at_bytes, self.rotten) = (Some(self.range.offset()), PeerMask::NONE);
+        true
+    }
+
+    /// Records the answer for the part that was sent. Returns true if it was the last: only a read that
+    /// proceeds block by block has several.
+    pub fn part_answered(&mut self) -> bool {
+        let Some(at_bytes) = self.narrow_at_bytes else { return true };
+        let end = block_at(self.range, at_bytes).end();
+        (self.narrow_at_bytes, self.rotten) = (Some(end), PeerMask::NONE);
+        end >= self.range.end()
+    }
+
+    /// Waits until the replicas in `leaving`, which have answered, have left. Continues then like after their
+    /// answers.
+    pub fn wait_until_left(&mut self, leaving: PeerMask) {
+        (self.phase, self.pending) = (SlotPhase::Active, leaving);
+    }
+
+    /// Records that every replica has answered, some without space. The request waits until these leave or
+    /// the members are resynced.
+    pub fn wait_for_resync(&mut self) {
+        self.phase = SlotPhase::Resync;
     }
 
     /// Stops waiting for the replicas in `gone`. Returns true if the slot has waited only for them.
@@ -138,6 +270,16 @@ impl Slots {
         *slot
     }
 
+    /// Lets the copy slot `id` wait until its job is ready.
+    pub fn begin_job(&mut self, id: SlotId) {
+        *self.at_mut(id) = Slot { phase: SlotPhase::Waiting, ..Slot::FREE };
+    }
+
+    /// Frees the copy slot `id`.
+    pub fn end_job(&mut self, id: SlotId) {
+        *self.at_mut(id) = Slot::FREE;
+    }
+
     /// Returns the number of requests of the frontend.
     pub fn unfinished(&self) -> usize {
         self.unfinished
@@ -147,7 +289,7 @@ impl Slots {
     pub fn expects(&self, peer: PeerIndex, id: SlotId) -> bool {
         self.has(id) && {
             let slot = self.at(id);
-            slot.phase == SlotPhase::Active && slot.pending.has(peer)
+            slot.is_active() && slot.pending.has(peer)
         }
     }
 
@@ -191,7 +333,7 @@ impl Slots {
 
     /// Returns the slots that were sent and are not answered by every replica.
     pub fn active(&self) -> impl Iterator<Item = &Slot> {
-        self.slots.iter().filter(|slot| slot.phase == SlotPhase::Active)
+        self.slots.iter().filter(|slot| slot.is_active())
     }
 
     /// Returns the slots of the frontend that were sent and are not completed.
@@ -285,6 +427,46 @@ mod tests {
     }
 
     #[test]
+    fn a_read_that_finds_rot_everywhere_proceeds_block_by_block() {
+        let range = ByteRange::new(2048, 8192).unwrap();
+        let mut slot = Slot::of(Request { slot: 0, operation: Operation::Read, range });
+        slot.ask(PeerMask::one(0), 0);
+        assert_eq!(slot.part_to_read(), range);
+        slot.record_rot(0);
+        assert!(slot.pending().is_empty() && slot.rotten().has(0));
+        assert!(slot.begin_blocks());
+        for (offset, length, is_last) in [(2048, 2048, false), (4096, 4096, false), (8192, 2048, true)] {
+            assert!(slot.rotten().is_empty(), "rot of another block does not count");
+            assert_eq!(slot.part_to_read(), ByteRange::new(offset, length).unwrap());
+            slot.record_rot(1);
+            assert!(!slot.begin_blocks(), "once");
+            assert_eq!(slot.part_answered(), is_last);
+        }
+    }
+
+    #[test]
+    fn other_reads_have_one_part() {
+        let range = ByteRange::new(512, 1024).unwrap();
+        let mut slot = Slot::of(Request { slot: 0, operation: Operation::Read, range });
+        assert!(slot.part_answered());
+        assert!(!slot.begin_blocks(), "it is in one block");
+        assert_eq!(slot.part_to_read(), range);
+    }
+
+    #[test]
+    fn the_error_of_the_last_member_counts_until_it_is_not_the_last() {
+        let mut slot = Slot::of(request(0, WRITE, 0));
+        slot.ask(PeerMask::one(2), 0);
+        slot.record_error(2, Errno::IO);
+        assert!(slot.answered_by(2));
+        assert_eq!((slot.error(), slot.erred()), (Some(Errno::IO), PeerMask::one(2)));
+        slot.clear_error();
+        slot.wait_until_left(slot.erred());
+        assert_eq!((slot.error(), slot.pending()), (None, PeerMask::one(2)));
+        assert!(slot.is_active() && slot.drop_waits(PeerMask::one(2)));
+    }
+
+    #[test]
     fn only_modifications_that_were_sent_are_in_flight() {
         let mut slots = slots();
         let regions = Regions::of(1 << 20);
@@ -296,7 +478,7 @@ mod tests {
                 slots.at_mut(id).ask(PeerMask::one(0), 0);
             }
         }
-        slots.at_mut(SlotId { queue: 0, slot: 3 }).phase = SlotPhase::Resync;
+        slots.at_mut(SlotId { queue: 0, slot: 3 }).wait_for_resync();
         assert_eq!(slots.modified(regions).collect::<Vec<_>>(), [0..1, 3..4]);
     }
 }

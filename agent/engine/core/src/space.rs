@@ -116,14 +116,14 @@ impl Space {
         waited_ms: u64,
     ) -> NoSpaceAction {
         let members = membership.answering();
-        let rest = members.without(slot.no_space);
+        let rest = members.without(slot.no_space());
         if rest == members {
             return NoSpaceAction::Drop;
         }
         let is_over = waited_ms > timeouts.wait_for_space_ms();
         let is_most = |peers: PeerMask| membership.quorum_of(peers) == Quorum::More;
         let has_no_room = self.known.without(self.has_room);
-        if slot.operation == Operation::Discard || is_over || !is_most(rest.without(has_no_room)) {
+        if slot.operation() == Operation::Discard || is_over || !is_most(rest.without(has_no_room)) {
             NoSpaceAction::Fail
         } else if is_most(rest.and(self.has_room).without(timeouts.slow())) {
             NoSpaceAction::Drop
@@ -159,7 +159,8 @@ mod tests {
 
     fn no_space_action(space: &Space, operation: Operation, full: PeerMask, waited_ms: u64) -> NoSpaceAction {
         let range = ByteRange::new(0, 4096).unwrap();
-        let slot = Slot { no_space: full, ..Slot::of(Request { slot: 0, operation, range }) };
+        let mut slot = Slot::of(Request { slot: 0, operation, range });
+        full.iter().for_each(|peer| slot.record_no_space(peer));
         space.no_space_action(&slot, &members(), &ReplicaTimeouts::new(1, TIMEOUT_MS, TIMEOUT_MS), waited_ms)
     }
 

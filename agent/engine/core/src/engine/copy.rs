@@ -8,7 +8,7 @@ use crate::event::{Output, Outputs, ZeroBlocks};
 use crate::job::{FlushFor, Job};
 use crate::membership::{PeerIndex, PeerMask};
 use crate::request::Operation;
-use crate::slot::{Slot, SlotId, SlotPhase};
+use crate::slot::SlotId;
 
 impl EngineCore {
     /// Gives work to the copy slots that are free, most urgent first.
@@ -43,13 +43,13 @@ impl EngineCore {
     pub(super) fn take_slot(&mut self, id: SlotId, job: Job) {
         let Some(place) = self.job(id) else { return };
         *place = job;
-        *self.slots.at_mut(id) = Slot { phase: SlotPhase::Waiting, ..Slot::FREE };
+        self.slots.begin_job(id);
     }
 
     /// Ends the job in the slot and wakes the requests that waited for its range.
     pub(super) fn free_slot(&mut self, id: SlotId, out: &mut Outputs) {
         self.take_slot(id, Job::Idle);
-        self.slots.at_mut(id).phase = SlotPhase::Free;
+        self.slots.end_job(id);
         self.wake.work();
         self.leave_range(id, out);
     }
@@ -61,14 +61,14 @@ impl EngineCore {
 
     /// Continues the job when it is ready, or when all replicas that it was sent to have answered.
     pub(super) fn advance(&mut self, id: SlotId, out: &mut Outputs) {
-        let was_sent = self.slots.at(id).phase == SlotPhase::Active;
+        let was_sent = self.slots.at(id).is_active();
         match self.job(id) {
             Some(Job::Copy(_)) => self.advance_copy(id, out),
             Some(Job::Check(_)) if was_sent => self.compare(id, out),
             Some(Job::Check(_)) => self.send_check(id, out),
             Some(Job::Flush(why)) => {
                 let why = *why;
-                let is_durable = self.slots.at(id).error.is_none();
+                let is_durable = self.slots.at(id).error().is_none();
                 self.free_slot(id, out);
                 match why {
                     FlushFor::Clearing => self.clearing.flush_answered(is_durable),
@@ -260,7 +260,7 @@ impl EngineCore {
                 errno => self.lose(peer, format!("copying: {errno}"), out),
             };
         }
-        self.slots.at_mut(id).error = Some(errno);
+        self.slots.at_mut(id).record_error(peer, errno);
         if let Some(Job::Copy(copy)) = self.job(id) {
             let (why, piece, targets) = (copy.why(), copy.piece(), copy.cancel());
             if matches!(why, CopyReason::Rebuild { .. } | CopyReason::Failed { .. }) {

@@ -19,7 +19,7 @@ use crate::copy::{Copy, CopyReason};
 use crate::event::Outputs;
 use crate::job::Job;
 use crate::membership::{PeerIndex, PeerMask};
-use crate::slot::{SlotId, SlotPhase};
+use crate::slot::SlotId;
 use crate::space::{NoSpaceAction, Space, WaitingForSpace};
 
 impl EngineCore {
@@ -27,23 +27,23 @@ impl EngineCore {
     pub(super) fn found_no_space(&mut self, id: SlotId, out: &mut Outputs) {
         let slot = *self.slots.at(id);
         let members = self.membership.answering();
-        if slot.no_space.and(members).is_empty() {
-            let leaving = slot.no_space.and(self.membership.in_view()).without(members);
+        if slot.no_space().and(members).is_empty() {
+            let leaving = slot.no_space().and(self.membership.in_view()).without(members);
             if leaving.is_empty() {
                 // They have left: all others have done it.
                 return self.complete(id, Ok(()), out);
             }
             // They are about to leave. Until they have, a member has not done it.
-            self.slots.at_mut(id).pending = leaving;
+            self.slots.at_mut(id).wait_until_left(leaving);
             return;
         }
-        if slot.sent.and(self.membership.connected()).is_one() {
+        if slot.sent().and(self.membership.connected()).is_one() {
             return self.complete(id, Err(Errno::NO_SPACE), out);
         }
-        if self.space.wait(id, slot.operation, self.clock.now_ms()) {
+        if self.space.wait(id, slot.operation(), self.clock.now_ms()) {
             self.timeouts.ping_soon();
         }
-        self.slots.at_mut(id).phase = SlotPhase::Resync;
+        self.slots.at_mut(id).wait_for_resync();
         self.wake.work();
     }
 
@@ -69,7 +69,7 @@ impl EngineCore {
         let mut at = 0;
         while let Some(waiting) = self.space.get(at).filter(|_| !self.is_paused()) {
             let id = waiting.id;
-            let full = self.slots.at(id).no_space.and(self.membership.answering());
+            let full = self.slots.at(id).no_space().and(self.membership.answering());
             match self.no_space_action(waiting) {
                 // They have left since: all others have done it.
                 NoSpaceAction::Drop if full.is_empty() => {
@@ -79,8 +79,8 @@ impl EngineCore {
                 NoSpaceAction::Drop => {
                     self.space.remove(at);
                     let slot = self.slots.at_mut(id);
-                    (slot.phase, slot.pending) = (SlotPhase::Active, full);
-                    let reason = format!("no space left for {:?} of {}", slot.operation, slot.range);
+                    slot.wait_until_left(full);
+                    let reason = format!("no space left for {:?} of {}", slot.operation(), slot.range());
                     for peer in full.iter() {
                         self.lose_full(peer, reason.clone(), out);
                     }
@@ -105,10 +105,10 @@ impl EngineCore {
         };
         let Some(request) = self.space.remove_first(fails) else { return };
         let slot = *self.slots.at(request);
-        let why = CopyReason::Failed { request, sources: slot.no_space, tried: PeerMask::NONE };
+        let why = CopyReason::Failed { request, sources: slot.no_space(), tried: PeerMask::NONE };
         // To all but the source, which is chosen when it is asked.
-        let targets = slot.sent.and(self.membership.connected());
-        self.take_slot(id, Job::Copy(Copy::new(why, slot.range.grown_to_blocks(), targets)));
+        let targets = slot.sent().and(self.membership.connected());
+        self.take_slot(id, Job::Copy(Copy::new(why, slot.range().grown_to_blocks(), targets)));
         self.advance(id, out);
     }
 

@@ -62,7 +62,7 @@ impl EngineCore {
             Some("the regions that it has missed are not known".to_owned())
         } else if self.membership.in_view().has(peer) {
             Some("the view without it is not through yet".to_owned())
-        } else if self.slots.active().any(|slot| slot.pending.has(peer)) {
+        } else if self.slots.active().any(|slot| slot.pending().has(peer)) {
             Some("the last connections of the replica are not closed yet".to_owned())
         } else {
             None

@@ -1,6 +1,5 @@
 //! Requests of the frontend, from their submission to their completion.
 
-use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 
 use super::EngineCore;
@@ -9,13 +8,7 @@ use crate::event::{Output, Outputs};
 use crate::membership::{PeerIndex, PeerMask};
 use crate::ranges::RangeAccess;
 use crate::request::{Operation, Request};
-use crate::slot::{Slot, SlotId};
-
-/// Returns the part of `range` from `start` on that is in one block.
-fn block_at(range: ByteRange, start: u64) -> ByteRange {
-    let end = (start / BLOCK_BYTES + 1) * BLOCK_BYTES;
-    ByteRange::new(start, end.min(range.end()).saturating_sub(start)).unwrap_or(ByteRange::EMPTY)
-}
+use crate::slot::SlotId;
 
 impl EngineCore {
     pub(super) fn submit(&mut self, queue: u16, request: Request, out: &mut Outputs) {
@@ -38,7 +31,8 @@ impl EngineCore {
 
     /// Sends a request that is ready, or defers it while it may not be sent.
     pub(super) fn issue_request(&mut self, id: SlotId, out: &mut Outputs) {
-        let Slot { operation, range, rotten, .. } = *self.slots.at(id);
+        let slot = self.slots.at(id);
+        let (operation, range, rotten) = (slot.operation(), slot.range(), slot.rotten());
         let waits = self.is_paused()
             || self.has_to_wait(operation, range)
             || !self.flights.take_off(self.slots.at_mut(id));
@@ -52,7 +46,7 @@ impl EngineCore {
             Operation::Flush => self.membership.connected(),
             _ => self.count_modification(range),
         };
-        self.slots.at_mut(id).sent = to;
+        self.slots.at_mut(id).set_sent(to);
         self.send(id, operation, range, 0, to, out);
     }
 
@@ -63,9 +57,9 @@ impl EngineCore {
         };
         let to = PeerMask::one(peer);
         let slot = self.slots.at_mut(id);
-        slot.sent = to;
-        let part = slot.narrow_at_bytes.map_or(slot.range, |at_bytes| block_at(slot.range, at_bytes));
-        let buffer_offset = u32::try_from(part.offset() - slot.range.offset()).unwrap_or(u32::MAX);
+        slot.set_sent(to);
+        let part = slot.part_to_read();
+        let buffer_offset = u32::try_from(part.offset() - slot.range().offset()).unwrap_or(u32::MAX);
         let operation = if self.verify_reads { Operation::CheckedRead } else { Operation::Read };
         self.send(id, operation, part, buffer_offset, to, out);
     }
@@ -73,26 +67,15 @@ impl EngineCore {
     /// Handles a read for which every member holds rot. They may hold it in different blocks, so the core
     /// reads single blocks then.
     fn all_readers_rotten(&mut self, id: SlotId, rotten: PeerMask, out: &mut Outputs) {
+        let slot = self.slots.at_mut(id);
         if rotten.is_empty() {
-            let Slot { operation, range, .. } = *self.slots.at(id);
+            let (operation, range) = (slot.operation(), slot.range());
             return self.send(id, operation, range, 0, PeerMask::NONE, out);
         }
-        let slot = self.slots.at_mut(id);
-        let is_one_block = slot.range.grown_to_blocks().length() <= BLOCK_BYTES;
-        if slot.narrow_at_bytes.is_some() || is_one_block || rotten.is_one() {
+        if rotten.is_one() || !slot.begin_blocks() {
             return self.fail(id, Errno::IO, out);
         }
-        (slot.narrow_at_bytes, slot.rotten) = (Some(slot.range.offset()), PeerMask::NONE);
         self.issue_request(id, out);
-    }
-
-    /// Records the answer for a block of a read. Returns true if it was the last.
-    fn record_block_read(&mut self, id: SlotId) -> bool {
-        let slot = self.slots.at_mut(id);
-        let Some(at_bytes) = slot.narrow_at_bytes else { return true };
-        let end = block_at(slot.range, at_bytes).end();
-        (slot.narrow_at_bytes, slot.rotten) = (Some(end), PeerMask::NONE);
-        end >= slot.range.end()
     }
 
     /// Returns true if the members may differ in `range`, or are clearing its regions from their write
@@ -146,24 +129,23 @@ impl EngineCore {
         let slot = self.slots.at_mut(id);
         match outcome {
             Ok(()) => {}
-            Err(Errno::ROTTEN) if self.verify_reads && slot.operation == Operation::Read => {
+            Err(Errno::ROTTEN) if self.verify_reads && slot.operation() == Operation::Read => {
                 return self.read_elsewhere(peer, id, out);
             }
             Err(Errno::NO_SPACE) if !is_member => {
                 return self.lose_full(peer, "no space left".to_owned(), out);
             }
-            Err(Errno::NO_SPACE) if slot.operation.modifies() => {
-                slot.no_space = slot.no_space.with(PeerMask::one(peer));
-            }
-            Err(errno) if alone => (slot.error, slot.erred) = (Some(errno), PeerMask::one(peer)),
+            Err(Errno::NO_SPACE) if slot.operation().modifies() => slot.record_no_space(peer),
+            Err(errno) if alone => slot.record_error(peer, errno),
             Err(errno) => {
                 // Its answer stays pending: the request continues when the replica has left.
-                let what = format!("{:?} of {}: {errno}", slot.operation, slot.range);
+                let what = format!("{:?} of {}: {errno}", slot.operation(), slot.range());
                 return self.lose(peer, what, out);
             }
         }
-        if self.slots.at_mut(id).answered_by(peer) {
-            match self.record_block_read(id) {
+        let slot = self.slots.at_mut(id);
+        if slot.answered_by(peer) {
+            match slot.part_answered() {
                 true => self.finish(id, out),
                 false => self.issue_request(id, out),
             }
@@ -174,8 +156,8 @@ impl EngineCore {
     /// compared and repaired.
     fn read_elsewhere(&mut self, peer: PeerIndex, id: SlotId, out: &mut Outputs) {
         let slot = self.slots.at_mut(id);
-        (slot.pending, slot.rotten) = (PeerMask::NONE, slot.rotten.with(PeerMask::one(peer)));
-        let range = slot.range;
+        slot.record_rot(peer);
+        let range = slot.range();
         // The error of the last member fails the request, which is reported.
         if !self.is_alone(peer) && self.suspects.add(range.grown_to_blocks()) {
             out.push(Output::RotFound { peer, range, is_copied: false });
@@ -202,7 +184,7 @@ impl EngineCore {
 
     /// Ends the wait of a slot after the last replica that had to answer is gone.
     pub(super) fn slot_answered(&mut self, id: SlotId, out: &mut Outputs) {
-        match self.slots.at(id).operation {
+        match self.slots.at(id).operation() {
             Operation::Read => self.issue_request(id, out),
             _ => self.finish(id, out),
         }
@@ -211,9 +193,9 @@ impl EngineCore {
     /// Finishes a request that every replica has answered.
     fn finish(&mut self, id: SlotId, out: &mut Outputs) {
         let slot = self.slots.at(id);
-        match slot.error {
+        match slot.error() {
             Some(errno) => self.failed_alone(id, errno, out),
-            None if slot.no_space.is_empty() => self.complete(id, Ok(()), out),
+            None if slot.no_space().is_empty() => self.complete(id, Ok(()), out),
             None => self.found_no_space(id, out),
         }
     }
@@ -224,15 +206,16 @@ impl EngineCore {
         let in_view = self.membership.in_view();
         let members = self.membership.answering();
         let slot = self.slots.at_mut(id);
-        if slot.sent.and(members).without(slot.erred).is_empty() {
+        if slot.sent().and(members).without(slot.erred()).is_empty() {
             return self.fail(id, errno, out);
         }
-        let erred = slot.erred.and(in_view);
-        (slot.error, slot.pending) = (None, erred);
+        let erred = slot.erred().and(in_view);
+        slot.clear_error();
+        slot.wait_until_left(erred);
         if erred.is_empty() {
             return self.finish(id, out);
         }
-        let what = format!("{:?} of {}: {errno}", slot.operation, slot.range);
+        let what = format!("{:?} of {}: {errno}", slot.operation(), slot.range());
         for peer in erred.iter() {
             self.lose(peer, what.clone(), out);
         }
@@ -242,8 +225,8 @@ impl EngineCore {
     /// differ from them now.
     fn fail(&mut self, id: SlotId, errno: Errno, out: &mut Outputs) {
         let slot = *self.slots.at(id);
-        if slot.operation.modifies() {
-            for peer in slot.sent.and(self.membership.rebuilding()).iter() {
+        if slot.operation().modifies() {
+            for peer in slot.sent().and(self.membership.rebuilding()).iter() {
                 self.lose(peer, format!("completed a request that the last member cannot do: {errno}"), out);
             }
         }
@@ -252,13 +235,13 @@ impl EngineCore {
 
     pub(super) fn complete(&mut self, id: SlotId, outcome: Result<(), Errno>, out: &mut Outputs) {
         let slot = self.slots.close(id);
-        let Slot { operation, range, .. } = slot;
+        let (operation, range) = (slot.operation(), slot.range());
         if let Err(errno) = outcome {
             // Only the last member can have an error beside a lack of space.
-            let cause = match slot.error {
-                Some(_) => Cause::Replicas(Blamed(slot.erred)),
-                None if !slot.rotten.is_empty() => Cause::Rot(Blamed(slot.rotten)),
-                None => Cause::Replicas(Blamed(slot.no_space)),
+            let cause = match slot.error() {
+                Some(_) => Cause::Replicas(Blamed(slot.erred())),
+                None if !slot.rotten().is_empty() => Cause::Rot(Blamed(slot.rotten())),
+                None => Cause::Replicas(Blamed(slot.no_space())),
             };
             out.push(Output::Failed(FailedRequest { slot: id, operation, range, errno, cause }));
         }

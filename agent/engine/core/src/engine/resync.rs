@@ -30,7 +30,7 @@ impl EngineCore {
     fn needed_region(&self) -> Option<u32> {
         let regions = self.size.regions();
         let requests = self.dispatch.deferred().filter(|id| self.slots.copy_index(*id).is_none());
-        let touched = requests.map(|id| regions.touched(self.slots.at(id).range));
+        let touched = requests.map(|id| regions.touched(self.slots.at(id).range()));
         self.resync.needed(touched, &self.jobs)
     }
 

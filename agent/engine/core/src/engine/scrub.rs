@@ -97,7 +97,7 @@ impl EngineCore {
     /// Compares the checks of a range after every member has answered or left.
     pub(super) fn compare(&mut self, id: SlotId, out: &mut Outputs) {
         let members = self.membership.answering();
-        let is_unreadable = self.slots.at(id).error.is_some();
+        let is_unreadable = self.slots.at(id).error().is_some();
         let Some(Job::Check(check)) = self.job(id) else { return };
         let (range, rotten, wants_repair) = (check.range, check.rotten, check.repairs);
         let answers = check.checks.iter().flatten().count();

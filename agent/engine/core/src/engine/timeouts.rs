@@ -3,7 +3,6 @@
 use super::EngineCore;
 use crate::event::Outputs;
 use crate::membership::PeerState;
-use crate::slot::SlotPhase;
 
 impl EngineCore {
     /// Drops the replicas that are too late, and reports the ones that the volume waits for.
@@ -31,8 +30,8 @@ impl EngineCore {
         for (id, copy) in self.jobs.rebuilds() {
             let slot = self.slots.at(id);
             let delays_request = self.dispatch.waiting_for(id).any(|id| self.slots.copy_index(id).is_none());
-            if slot.phase == SlotPhase::Active && delays_request {
-                copy.hold_up(slot.pending.and(rebuilding), step_ms);
+            if slot.is_active() && delays_request {
+                copy.hold_up(slot.pending().and(rebuilding), step_ms);
             }
         }
     }
