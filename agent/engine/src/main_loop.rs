@@ -36,7 +36,7 @@ use crate::handover;
 use crate::link::{LinkSlots, QueueLink};
 use crate::open::{Opened, Opener, Opening};
 use crate::queue::Queue;
-use crate::rebuild_task::RebuildTasks;
+use crate::rebuild::RebuildTasks;
 use crate::serving::Serving;
 use crate::shared::{Shared, lock};
 use crate::state::EngineState;

@@ -27,7 +27,7 @@ use crate::events::{Ending, MainEvent, RebuildProgress};
 use crate::expansion::{ExpansionTask, SharedDevice};
 use crate::failures::{self, RequestError};
 use crate::open::Opened;
-use crate::rebuild_task::RebuildTasks;
+use crate::rebuild::RebuildTasks;
 use crate::scrubber::Scrubbing;
 use crate::shared::{Shared, lock};
 use crate::state::EngineState;

@@ -8,7 +8,7 @@ use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::{CopyState, Extent, ExtentsQuery, Flags, LayerList, WireLayer};
 
-use super::{RebuildError, RebuildTask};
+use super::task::{RebuildError, RebuildTask};
 use crate::connection::{ConnectError, ReplicaConnection};
 use crate::events::RebuildProgress;
 use crate::pacer::{Pacer, piece_bytes};

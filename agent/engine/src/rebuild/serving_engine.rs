@@ -8,7 +8,7 @@ use shorthorn_recovery::{Address, OTHER_RUN, PendingView, ServingEngine, Source}
 use shorthorn_types::ReplicaId;
 use shorthorn_wire::{CopyState, LayerList, Welcome};
 
-use super::{RebuildError, RebuildTask};
+use super::task::{RebuildError, RebuildTask};
 use crate::connection::ConnectError;
 use crate::context::control_link::ControlLink;
 use crate::context::{self, EngineContext};

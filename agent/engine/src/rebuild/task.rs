@@ -1,26 +1,15 @@
-//! Rebuild tasks: one thread for each replica outside the view, which rebuilds it.
-//!
-//! A rebuild task connects to its replica, has it store a pending view, and copies the snapshot layers to a
-//! new replica. In the end it gives the connections to the queues and the replica to the core, which copies
-//! the rest ([`serving_engine`]). All that uses control connections, which carry no request of a frontend.
-
-mod layers;
-mod serving_engine;
+//! The thread that rebuilds one replica: its attempts, and the pauses between them.
 
 use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::thread;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use shorthorn_core::{DropCause, PeerIndex};
 use shorthorn_recovery::{BadSources, RebuildDelay, Standing, rebuild};
-use shorthorn_types::ReplicaId;
-use shorthorn_types::limits::MAX_MEMBERS;
 
 use crate::connection::{ConnectError, finish};
 use crate::context::EngineContext;
-use crate::error::EngineError;
 use crate::events::{MainEvent, RebuildProgress};
 
 /// Between two attempts: doubled after every failure.
@@ -35,11 +24,10 @@ const LASTING_PAUSE: Duration = Duration::from_secs(30);
 const FIRST_UNREAD_PAUSE: Duration = Duration::from_secs(1);
 /// The longest pause. A disk that cannot read is not loaded with more reads.
 const LONGEST_UNREAD_PAUSE: Duration = Duration::from_secs(300);
-const STACK_BYTES: usize = 256 << 10;
 
 /// A message from the main thread to a rebuild task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum TaskCommand {
+pub(super) enum TaskCommand {
     /// The replica is not in the view: bring it back after the delay.
     Start(RebuildDelay),
     /// The reason for a pause is gone.
@@ -50,111 +38,14 @@ enum TaskCommand {
     End,
 }
 
-/// Starts rebuild tasks and talks to them; on the main thread.
-#[derive(Debug)]
-pub struct RebuildTasks {
-    context: Arc<EngineContext>,
-    commands: Vec<Option<Sender<TaskCommand>>>,
-}
-
-impl RebuildTasks {
-    pub fn new(context: Arc<EngineContext>) -> RebuildTasks {
-        RebuildTasks { context, commands: (0..MAX_MEMBERS).map(|_| None).collect() }
-    }
-
-    /// Returns the state that the rebuild tasks share.
-    pub fn context(&self) -> &Arc<EngineContext> {
-        &self.context
-    }
-
-    /// Brings replica number `peer` back after `delay`.
-    ///
-    /// # Errors
-    /// The system cannot start a thread.
-    pub fn start(&mut self, peer: PeerIndex, delay: RebuildDelay) -> Result<(), EngineError> {
-        let entry = &mut self.commands[usize::from(peer)];
-        if let Some(commands) = entry
-            && commands.send(TaskCommand::Start(delay)).is_ok()
-        {
-            return Ok(());
-        }
-        let (sender, commands) = mpsc::channel();
-        // The receiver is in our hands: it cannot be gone.
-        let _ = sender.send(TaskCommand::Start(delay));
-        *entry = Some(sender);
-        let rebuild_task = RebuildTask {
-            peer,
-            context: Arc::clone(&self.context),
-            commands,
-            pause: FIRST_PAUSE,
-            cause: None,
-            later: Cell::default(),
-            bad_sources: BadSources::default(),
-            unread: 0,
-            standing: Standing::default(),
-        };
-        self.context.set_running(peer, true);
-        let context = Arc::clone(&self.context);
-        let spawned = spawn(format!("rebuild-{peer}"), move || {
-            rebuild_task.run();
-            context.set_running(peer, false);
-        });
-        spawned.inspect_err(|_| self.context.set_running(peer, false))
-    }
-
-    /// Lets all rebuild tasks try at once after a change.
-    pub fn retry_now(&self) {
-        for commands in self.commands.iter().flatten() {
-            // A rebuild task that has ended needs no message.
-            let _ = commands.send(TaskCommand::RetryNow);
-        }
-    }
-
-    /// Lets replica number `peer` come back at once, however often it was dropped.
-    pub fn end_delay(&self, peer: PeerIndex) {
-        if let Some(Some(commands)) = self.commands.get(usize::from(peer)) {
-            let _ = commands.send(TaskCommand::EndDelay);
-        }
-    }
-
-    /// Gives replica number `peer` up: ends its rebuild task, and makes the members forget its out-of-sync
-    /// set.
-    ///
-    /// # Errors
-    /// The system cannot start a thread.
-    pub fn give_up(&mut self, peer: PeerIndex, replica: ReplicaId) -> Result<(), EngineError> {
-        if let Some(commands) = self.commands[usize::from(peer)].take() {
-            // It may have ended by itself.
-            let _ = commands.send(TaskCommand::End);
-        }
-        self.context.set(peer, None);
-        let context = Arc::clone(&self.context);
-        spawn("forget".to_owned(), move || forget(&context, replica))
-    }
-}
-
-fn spawn(name: String, body: impl FnOnce() + Send + 'static) -> Result<(), EngineError> {
-    let builder = thread::Builder::new().name(name).stack_size(STACK_BYTES);
-    builder.spawn(body).map(drop).map_err(EngineError::system("starting a thread"))
-}
-
-/// Makes the members forget the out-of-sync set of a replica that is given up.
-fn forget(context: &EngineContext, replica: ReplicaId) {
-    for (member, error) in finish(shorthorn_recovery::give_up(context)) {
-        tracing::warn!(volume = %context.connector.volume, %replica, %member, %error, "a member still has \
-                                                                                       the out-of-sync set \
-                                                                                       of a removed replica");
-    }
-}
-
 /// The reason why an attempt did not bring the replica back.
-type RebuildError = shorthorn_recovery::RebuildError<ConnectError>;
+pub(super) type RebuildError = shorthorn_recovery::RebuildError<ConnectError>;
 
 /// The thread of one replica.
 #[derive(Debug)]
-struct RebuildTask {
-    peer: PeerIndex,
-    context: Arc<EngineContext>,
+pub(super) struct RebuildTask {
+    pub(super) peer: PeerIndex,
+    pub(super) context: Arc<EngineContext>,
     commands: Receiver<TaskCommand>,
     pause: Duration,
     /// The cause of the last failure, so that it is logged once.
@@ -170,8 +61,22 @@ struct RebuildTask {
 }
 
 impl RebuildTask {
+    pub fn new(peer: PeerIndex, context: Arc<EngineContext>, commands: Receiver<TaskCommand>) -> RebuildTask {
+        RebuildTask {
+            peer,
+            context,
+            commands,
+            pause: FIRST_PAUSE,
+            cause: None,
+            later: Cell::default(),
+            bad_sources: BadSources::default(),
+            unread: 0,
+            standing: Standing::default(),
+        }
+    }
+
     /// Runs until the replica is given up or the process ends.
-    fn run(mut self) {
+    pub fn run(mut self) {
         while let Ok(command) = self.commands.recv() {
             let goes_on = match command {
                 TaskCommand::Start(delay) => self.wait_for_delay(delay) && self.rebuild_until_done(),
@@ -316,16 +221,16 @@ impl RebuildTask {
         std::mem::replace(&mut self.pause, next)
     }
 
-    fn replica(&self) -> String {
+    pub(super) fn replica(&self) -> String {
         self.context.known_peer(self.peer).map(|peer| peer.endpoint.replica.to_string()).unwrap_or_default()
     }
 
-    fn report(&self, progress: RebuildProgress) {
+    pub(super) fn report(&self, progress: RebuildProgress) {
         self.context.shared.send_event(MainEvent::Rebuild { peer: self.peer, progress });
     }
 
     /// Checks between two steps whether the replica was given up meanwhile.
-    fn check_commands(&self) -> Result<(), RebuildError> {
+    pub(super) fn check_commands(&self) -> Result<(), RebuildError> {
         while let Ok(command) = self.commands.try_recv() {
             match command {
                 TaskCommand::End => return Err(RebuildError::Ended),
@@ -337,7 +242,7 @@ impl RebuildTask {
     }
 
     /// Does nothing for a while, unless the replica is given up.
-    fn rest(&self, pause: Duration) -> Result<(), RebuildError> {
+    pub(super) fn rest(&self, pause: Duration) -> Result<(), RebuildError> {
         let until = Instant::now() + pause;
         loop {
             match self.commands.recv_timeout(until.saturating_duration_since(Instant::now())) {
