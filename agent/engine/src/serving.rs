@@ -17,7 +17,7 @@ use shorthorn_control::{
 };
 use shorthorn_core::{Cause, Event, FailedRequest, PeerIndex};
 use shorthorn_frontend::RefusedRequest;
-use shorthorn_recovery::{RebuildDelay, Standing};
+use shorthorn_recovery::{DropHistory, RebuildDelay};
 use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{ReplicaId, View};
 
@@ -61,8 +61,8 @@ pub struct Serving<'a> {
     resync: Option<Meter>,
     /// For each replica, the copy to it.
     copies: [Option<Meter>; MAX_MEMBERS],
-    /// For each replica, the number of times that it was dropped.
-    standings: [Standing; MAX_MEMBERS],
+    /// For each replica, its recent drops.
+    drop_histories: [DropHistory; MAX_MEMBERS],
     begun: Instant,
     /// The members whose addresses have changed.
     moves: Moves,
@@ -95,7 +95,7 @@ impl<'a> Serving<'a> {
             asked: None,
             resync: opened.unequal_bytes().map(|bytes| Meter::new(bytes, now)),
             copies: [const { None }; MAX_MEMBERS],
-            standings: Default::default(),
+            drop_histories: Default::default(),
             begun: now,
             moves: Moves::default(),
             scrubs: Scrubs::new(),

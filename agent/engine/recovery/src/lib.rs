@@ -12,10 +12,12 @@
 //! - [`ReplicaRebuild`]: the task that brings one replica back.
 //!
 //! [`Offenders`] are the replicas that an attempt to open the volume leaves out. [`BadSources`] are the
-//! members that the next copy does not read. [`Standing`] decides how soon a dropped replica may come back.
+//! members that the next copy does not read. [`DropHistory`] decides how soon a dropped replica may come
+//! back.
 #![forbid(unsafe_code)]
 #![expect(async_fn_in_trait, reason = "neither user of these traits sends the futures to another thread")]
 
+mod drop_history;
 mod grow;
 mod link;
 mod offenders;
@@ -24,8 +26,8 @@ mod other_member;
 mod out_of_sync_sets;
 mod rebuild;
 mod serving;
-mod standing;
 
+pub use drop_history::{DropHistory, RebuildDelay};
 pub use grow::{NotGrown, grow_replicas};
 pub use link::{Link, LinkError, Misfit, fit, regions};
 pub use offenders::{BadSources, Offenders};
@@ -36,4 +38,3 @@ pub use other_member::{BlockSearch, UNREAD_MAX};
 pub use out_of_sync_sets::{forget_in_vain, give_up};
 pub use rebuild::{OTHER_RUN, RebuildError, ReplicaRebuild, SOURCE_HAS_LEFT, Source, rebuild};
 pub use serving::{Address, KnownPeer, PendingView, ServingEngine, members};
-pub use standing::{RebuildDelay, Standing};

@@ -1,7 +1,7 @@
 //! Two replicas come back, and one of them flaps for ever: it does not prevent the rebuild of the other one.
 //!
 //! Each return and each loss of a replica makes the others restart their last steps. The pauses of
-//! [`Standing`] give them the time to end these.
+//! [`DropHistory`] give them the time to end these.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::BTreeMap;
@@ -11,7 +11,7 @@ use shorthorn_core::{
     CopyLimits, CoreConfig, DropCause, EngineCore, Event, FlightLimits, Operation, Output, PeerConfig,
     PeerIndex, PeerState, VolumeCheck,
 };
-use shorthorn_recovery::{RebuildDelay, Standing};
+use shorthorn_recovery::{DropHistory, RebuildDelay};
 use shorthorn_types::{Generation, Members, RegionSet, Regions, ReplicaId, View, ViewId};
 
 const SIZE_BYTES: u64 = 16 << 20;
@@ -39,7 +39,7 @@ struct Volume {
     breaks_at_ms: Option<u64>,
     breaks: u32,
     /// None: the replica may come back at once.
-    standing: Option<Standing>,
+    drop_history: Option<DropHistory>,
 }
 
 impl Volume {
@@ -78,7 +78,7 @@ impl Volume {
             life_ms,
             breaks_at_ms: None,
             breaks: 0,
-            standing: has_pauses.then(Standing::default),
+            drop_history: has_pauses.then(DropHistory::default),
         };
         volume.reconnects(1, 0);
         volume.reconnects(2, 0);
@@ -114,13 +114,13 @@ impl Volume {
     fn dropped(&mut self, peer: PeerIndex, cause: DropCause) {
         self.coming.retain(|_, (from, _)| *from != peer);
         self.comes(0, peer, Event::Closed { peer, queue: 0 });
-        let delay = match (&mut self.standing, cause) {
+        let delay = match (&mut self.drop_history, cause) {
             (_, DropCause::Unused) => RebuildDelay::For(Duration::from_millis(RETRY_MS)),
             (None, _) => RebuildDelay::For(Duration::ZERO),
-            (Some(standing), _) => {
+            (Some(drop_history), _) => {
                 // From long before the start on, as in the engine.
                 let now = Duration::from_secs(1 << 20) + Duration::from_millis(self.now_ms);
-                standing.dropped(cause, now, false)
+                drop_history.dropped(cause, now, false)
             }
         };
         let RebuildDelay::For(pause) = delay else {

@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use shorthorn_core::{DropCause, PeerIndex};
-use shorthorn_recovery::{BadSources, RebuildDelay, Standing, rebuild};
+use shorthorn_recovery::{BadSources, DropHistory, RebuildDelay, rebuild};
 
 use crate::connection::{ConnectError, finish};
 use crate::context::EngineContext;
@@ -57,7 +57,7 @@ pub(super) struct RebuildTask {
     /// The number of attempts in a row in which no member could give a block of a snapshot.
     unread: u32,
     /// The recent errors and nonsense in answers of the replica.
-    standing: Standing,
+    drop_history: DropHistory,
 }
 
 impl RebuildTask {
@@ -71,7 +71,7 @@ impl RebuildTask {
             later: Cell::default(),
             bad_sources: BadSources::default(),
             unread: 0,
-            standing: Standing::default(),
+            drop_history: DropHistory::default(),
         }
     }
 
@@ -210,7 +210,7 @@ impl RebuildTask {
         // Starts long before the start of the process, so that the first error does not seem to follow
         // another one.
         let now = self.context.age() + Duration::from_secs(1 << 20);
-        match self.standing.dropped(DropCause::Broken, now, false) {
+        match self.drop_history.dropped(DropCause::Broken, now, false) {
             RebuildDelay::For(pause) => pause,
             RebuildDelay::Out => LASTING_PAUSE,
         }

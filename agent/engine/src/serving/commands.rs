@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use shorthorn_control::{ProcessCommand, RebuildLimits, ReplicaEndpoint, ScrubCommand, ScrubStatus};
 use shorthorn_core::{Event, PeerConfig, PeerIndex, PeerState};
-use shorthorn_recovery::{ServingEngine, Standing};
+use shorthorn_recovery::{DropHistory, ServingEngine};
 use shorthorn_types::View;
 use shorthorn_types::limits::MAX_MEMBERS;
 
@@ -82,7 +82,7 @@ impl Serving<'_> {
             return Ok(());
         };
         // An operator who requests a scrub checks the volume: late replicas may try again.
-        self.standings = Default::default();
+        self.drop_histories = Default::default();
         self.context().known_peers().iter().for_each(|(index, _)| self.rebuild_tasks.end_delay(*index));
         let number = self.scrubs.next_number();
         self.publish(|engine| {
@@ -167,7 +167,7 @@ impl Serving<'_> {
         let config = PeerConfig { replica: endpoint.replica, local: endpoint.local };
         self.context().set(index, Some(Peer { endpoint, is_complete: false, last_view: None, run: None }));
         self.shared().send_to_core(Event::Track { peer: index, config });
-        self.standings[usize::from(index)] = Standing::default();
+        self.drop_histories[usize::from(index)] = DropHistory::default();
         self.rebuild_tasks.start(index, NO_DELAY)
     }
 

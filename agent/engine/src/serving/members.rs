@@ -55,12 +55,12 @@ impl Serving<'_> {
             peers.iter().filter(|(index, _)| is_member(*index)).count()
         });
         let is_needed = 2 * members <= self.spec.replicas.len();
-        let standing = &mut self.standings[usize::from(peer)];
+        let history = &mut self.drop_histories[usize::from(peer)];
         // Starts long before the start of the process, so that the first drop does not seem to follow another
         // one.
         let now = self.begun.elapsed() + Duration::from_secs(1 << 20);
-        let delay = standing.dropped(cause, now, is_needed);
-        let times = standing.times_late();
+        let delay = history.dropped(cause, now, is_needed);
+        let times = history.times_late();
         let message = match delay {
             NO_DELAY => String::new(),
             RebuildDelay::For(pause) if cause == DropCause::Late => {

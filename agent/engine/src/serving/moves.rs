@@ -33,7 +33,7 @@ struct Waiting {
     connected_to: Vec<String>,
 }
 
-/// The standing of a replica.
+/// The membership of a replica, and its answers to PING.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Peering {
     /// True if the replica is in the view, and its connections are not lost.
@@ -77,7 +77,7 @@ impl Moves {
     }
 
     /// Takes the replicas whose connections are to be given up now. `view_members` is the size of the view,
-    /// and `peers` has the standing of each replica at its index. `timeout_ms` is the time of a late replica.
+    /// and `peers` has the state of each replica at its index. `timeout_ms` is the time of a late replica.
     pub(super) fn take(
         &mut self,
         view_members: usize,

@@ -65,21 +65,21 @@ pub enum RebuildDelay {
 
 /// The recent drops of a replica.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Standing {
-    late: Strikes,
-    full: Strikes,
-    broken: Strikes,
+pub struct DropHistory {
+    late: DropCount,
+    full: DropCount,
+    broken: DropCount,
 }
 
-/// The number of events in a row, and the time of the last one.
+/// The number of drops in a row, and the time of the last one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Strikes {
+struct DropCount {
     count: u32,
     last: Duration,
 }
 
-impl Strikes {
-    /// Counts another failure, and returns the number of failures in a row.
+impl DropCount {
+    /// Counts another drop, and returns the number of drops in a row.
     fn add(&mut self, now: Duration, forgiven_after: Duration) -> u32 {
         let is_forgiven = now.saturating_sub(self.last) >= forgiven_after;
         self.count = if is_forgiven { 1 } else { self.count.saturating_add(1) };
@@ -88,7 +88,7 @@ impl Strikes {
     }
 }
 
-impl Standing {
+impl DropHistory {
     /// Records that the replica is dropped, and returns its stay. `now` counts from any fixed point;
     /// `is_needed`: without it so few are left that it may not stay out.
     pub fn dropped(&mut self, cause: DropCause, now: Duration, is_needed: bool) -> RebuildDelay {
@@ -140,9 +140,8 @@ mod tests {
 
     /// Returns the pauses of a replica that is dropped every `every_s` seconds.
     fn pauses(cause: DropCause, every_s: u64, is_needed: bool) -> Vec<f64> {
-        let mut standing = Standing::default();
-        let drop =
-            |n| seconds(standing.dropped(cause, Duration::from_secs(100_000 + n * every_s), is_needed));
+        let mut history = DropHistory::default();
+        let drop = |n| seconds(history.dropped(cause, Duration::from_secs(100_000 + n * every_s), is_needed));
         (0..10).map(drop).collect()
     }
 
@@ -182,14 +181,14 @@ mod tests {
 
     #[test]
     fn breaks_and_lateness_count_apart() {
-        let mut standing = Standing::default();
+        let mut history = DropHistory::default();
         for _ in 0..5 {
-            standing.dropped(DropCause::Broken, Duration::from_secs(1), false);
+            history.dropped(DropCause::Broken, Duration::from_secs(1), false);
         }
         assert_eq!(
-            standing.dropped(DropCause::Late, Duration::from_secs(2), false),
+            history.dropped(DropCause::Late, Duration::from_secs(2), false),
             RebuildDelay::For(Duration::ZERO)
         );
-        assert_eq!(standing.times_late(), 1);
+        assert_eq!(history.times_late(), 1);
     }
 }
