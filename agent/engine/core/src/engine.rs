@@ -25,7 +25,7 @@ use crate::membership::{Membership, MembershipStep, PeerIndex, PeerMask, PeerSta
 use crate::rebuild::Rebuilds;
 use crate::replica_timeouts::ReplicaTimeouts;
 use crate::resync::Resync;
-use crate::scrub::{Scrub, Suspects};
+use crate::scrub::{Scrub, ScrubCandidates};
 use crate::size::VolumeSize;
 use crate::slot::{SlotId, Slots};
 use crate::space::Space;
@@ -61,7 +61,7 @@ pub struct EngineCore {
     bucket: Bucket,
     resync: Resync,
     scrub: Option<Scrub>,
-    suspects: Suspects,
+    scrub_candidates: ScrubCandidates,
 
     intent: WriteIntent,
     clearing: Clearing,
@@ -99,7 +99,7 @@ impl EngineCore {
             absent: AbsentReplicas::new(config.peers.len()),
             rebuilds: Rebuilds::default(),
             scrub: None,
-            suspects: Suspects::default(),
+            scrub_candidates: ScrubCandidates::default(),
             space: Space::new(every),
         };
         core.begin(config);

@@ -94,11 +94,11 @@ pub(crate) fn mask(peers: &[PeerIndex]) -> PeerMask {
 
 /// The maximum number of ranges that wait for their comparison. Further ones are found again when they are
 /// read again.
-const SUSPECTS_MAX: usize = 64;
+const SCRUB_CANDIDATES_MAX: usize = 64;
 
 /// Ranges in which a read has found rot. One block of them at a time is compared and repaired.
 #[derive(Debug, Default)]
-pub(crate) struct Suspects {
+pub(crate) struct ScrubCandidates {
     ranges: Vec<ByteRange>,
     /// The block that is being compared or repaired.
     current: Option<ByteRange>,
@@ -106,11 +106,11 @@ pub(crate) struct Suspects {
     hopeless: Vec<ByteRange>,
 }
 
-impl Suspects {
+impl ScrubCandidates {
     /// Adds a range. Returns true if it is to be compared, and was not before.
     pub fn add(&mut self, range: ByteRange) -> bool {
         let is_known = |known: &ByteRange| known.overlaps(range);
-        if self.ranges.len() >= SUSPECTS_MAX
+        if self.ranges.len() >= SCRUB_CANDIDATES_MAX
             || self.ranges.iter().chain(&self.current).chain(&self.hopeless).any(is_known)
         {
             return false;
@@ -122,7 +122,7 @@ impl Suspects {
     /// Ends the comparison and repair of the current block, if any. A hopeless one could not be repaired.
     pub fn end_check(&mut self, is_hopeless: bool) {
         let Some(block) = self.current.take().filter(|_| is_hopeless) else { return };
-        if self.hopeless.len() >= SUSPECTS_MAX {
+        if self.hopeless.len() >= SCRUB_CANDIDATES_MAX {
             self.hopeless.remove(0);
         }
         self.hopeless.push(block);
@@ -223,36 +223,36 @@ mod tests {
     }
 
     #[test]
-    fn suspects_are_compared_block_by_block_up_to_the_end_of_the_volume() {
-        let mut suspects = Suspects::default();
-        assert!(suspects.add(range(1, 2)) && !suspects.add(range(2, 1)), "it is known");
-        assert_eq!(suspects.next_block(2 * BLOCK_BYTES + 512), Some(range(1, 1)));
-        assert!(!suspects.add(range(1, 1)), "it is being compared");
-        suspects.end_check(false);
+    fn candidates_are_compared_block_by_block_up_to_the_end_of_the_volume() {
+        let mut candidates = ScrubCandidates::default();
+        assert!(candidates.add(range(1, 2)) && !candidates.add(range(2, 1)), "it is known");
+        assert_eq!(candidates.next_block(2 * BLOCK_BYTES + 512), Some(range(1, 1)));
+        assert!(!candidates.add(range(1, 1)), "it is being compared");
+        candidates.end_check(false);
         let short = ByteRange::new(2 * BLOCK_BYTES, 512).unwrap();
-        assert_eq!(suspects.next_block(2 * BLOCK_BYTES + 512), Some(short));
-        suspects.end_check(false);
-        assert_eq!(suspects.next_block(2 * BLOCK_BYTES + 512), None);
-        assert!(suspects.add(range(1, 1)), "it may have rotted again");
+        assert_eq!(candidates.next_block(2 * BLOCK_BYTES + 512), Some(short));
+        candidates.end_check(false);
+        assert_eq!(candidates.next_block(2 * BLOCK_BYTES + 512), None);
+        assert!(candidates.add(range(1, 1)), "it may have rotted again");
     }
 
     #[test]
     fn hopeless_blocks_are_compared_again_after_the_next_scrub_only() {
-        let mut suspects = Suspects::default();
-        for block in 0..=SUSPECTS_MAX as u64 {
-            assert!(suspects.add(range(block, 1)) && suspects.next_block(1 << 30).is_some());
-            suspects.end_check(true);
+        let mut candidates = ScrubCandidates::default();
+        for block in 0..=SCRUB_CANDIDATES_MAX as u64 {
+            assert!(candidates.add(range(block, 1)) && candidates.next_block(1 << 30).is_some());
+            candidates.end_check(true);
         }
-        assert!(!suspects.add(range(1, 1)) && suspects.add(range(0, 1)), "the oldest is forgotten");
-        suspects.forget_hopeless();
-        assert!(suspects.add(range(1, 1)));
+        assert!(!candidates.add(range(1, 1)) && candidates.add(range(0, 1)), "the oldest is forgotten");
+        candidates.forget_hopeless();
+        assert!(candidates.add(range(1, 1)));
     }
 
     #[test]
-    fn further_suspects_are_found_again_when_they_are_read_again() {
-        let mut suspects = Suspects::default();
-        assert!((0..SUSPECTS_MAX as u64).all(|block| suspects.add(range(block, 1))));
-        assert!(!suspects.add(range(1000, 1)));
-        assert!(suspects.next_block(1 << 30).is_some() && suspects.add(range(1000, 1)));
+    fn further_candidates_are_found_again_when_they_are_read_again() {
+        let mut candidates = ScrubCandidates::default();
+        assert!((0..SCRUB_CANDIDATES_MAX as u64).all(|block| candidates.add(range(block, 1))));
+        assert!(!candidates.add(range(1000, 1)));
+        assert!(candidates.next_block(1 << 30).is_some() && candidates.add(range(1000, 1)));
     }
 }

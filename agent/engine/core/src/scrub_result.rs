@@ -196,9 +196,9 @@ pub enum SourceProof {
     OnlyReadable,
 }
 
-/// The evidence about a block of an odd member that differs from its source.
+/// The state of a block of an odd member that differs from its source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BlockEvidence {
+pub enum BlockState {
     /// The member cannot read it, or knows that it is rotten.
     Unreadable,
     /// The member can read it, and no checksum says more.
@@ -223,13 +223,13 @@ impl SourceProof {
 
     /// Returns true if the block of the odd member gets the data of the source. `confirms` returns true if a
     /// source has confirmed its block by a checksum.
-    pub fn replaces(self, block: BlockEvidence, confirms: impl FnOnce() -> bool) -> bool {
+    pub fn replaces(self, block: BlockState, confirms: impl FnOnce() -> bool) -> bool {
         match (self, block) {
-            (SourceProof::Kept, _) | (_, BlockEvidence::Unreadable) => true,
-            (SourceProof::Majority, BlockEvidence::Readable) => true,
-            (SourceProof::Majority, BlockEvidence::Confirmed) => confirms(),
+            (SourceProof::Kept, _) | (_, BlockState::Unreadable) => true,
+            (SourceProof::Majority, BlockState::Readable) => true,
+            (SourceProof::Majority, BlockState::Confirmed) => confirms(),
             // The source may hold rot that it has not noticed.
-            (SourceProof::OnlyReadable, BlockEvidence::Readable | BlockEvidence::Confirmed) => false,
+            (SourceProof::OnlyReadable, BlockState::Readable | BlockState::Confirmed) => false,
         }
     }
 }
@@ -322,7 +322,7 @@ mod tests {
 
     #[test]
     fn a_block_that_a_member_can_read_is_replaced_only_if_the_source_is_proven() {
-        use BlockEvidence::{Confirmed, Readable, Unreadable};
+        use BlockState::{Confirmed, Readable, Unreadable};
         let replaced = |proof: SourceProof, confirms: bool| {
             [Unreadable, Readable, Confirmed].map(|block| proof.replaces(block, || confirms))
         };

@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use shorthorn_core::{BlockEvidence, MemberChecksums, PeerIndex, SourceProof};
+use shorthorn_core::{BlockState, MemberChecksums, PeerIndex, SourceProof};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{ExtentsQuery, Flags, LayerPatch, PATCH_BYTES_MAX, SummedRun, piece_sum};
@@ -319,15 +319,15 @@ impl Scrubber {
         let (content, unreadable) = self.read_readable_blocks(peer, number, from.content.piece)?;
         let mut replaced = Vec::new();
         for block in block_ranges(content.piece) {
-            let evidence = match unreadable.contains(&block) {
-                true => BlockEvidence::Unreadable,
+            let state = match unreadable.contains(&block) {
+                true => BlockState::Unreadable,
                 false if content.is_same(from.content, block) => continue,
                 false => {
                     self.check_stop()?;
-                    self.evidence(peer, number, block)?
+                    self.block_state(peer, number, block)?
                 }
             };
-            if from.proof.replaces(evidence, || self.is_confirmed(layer, from, block)) {
+            if from.proof.replaces(state, || self.is_confirmed(layer, from, block)) {
                 replaced.push(block);
             }
         }
@@ -399,15 +399,15 @@ impl Scrubber {
         Ok((content, unreadable))
     }
 
-    fn evidence(&self, peer: PeerIndex, layer: u32, block: ByteRange) -> Result<BlockEvidence, ConnectError> {
+    fn block_state(&self, peer: PeerIndex, layer: u32, block: ByteRange) -> Result<BlockState, ConnectError> {
         let mut data = vec![0; distance(block.length())];
         let read = |control: &mut ReplicaConnection| {
             control.read_layer(layer, block.offset(), &mut data, Flags::CHECKED)
         };
         match self.context.with_control_of(peer, read) {
-            Ok(true) => Ok(BlockEvidence::Confirmed),
-            Ok(false) => Ok(BlockEvidence::Readable),
-            Err(error) if is_unreadable(&error) => Ok(BlockEvidence::Unreadable),
+            Ok(true) => Ok(BlockState::Confirmed),
+            Ok(false) => Ok(BlockState::Readable),
+            Err(error) if is_unreadable(&error) => Ok(BlockState::Unreadable),
             Err(error) => Err(error),
         }
     }

@@ -159,7 +159,7 @@ impl EngineCore {
         slot.record_rot(peer);
         let range = slot.range();
         // The error of the last member fails the request, which is reported.
-        if !self.is_alone(peer) && self.suspects.add(range.grown_to_blocks()) {
+        if !self.is_alone(peer) && self.scrub_candidates.add(range.grown_to_blocks()) {
             out.push(Output::RotFound { peer, range, is_copied: false });
             self.wake.work();
         }

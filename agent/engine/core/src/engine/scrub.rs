@@ -18,7 +18,7 @@ use crate::slot::SlotId;
 impl EngineCore {
     pub(super) fn set_scrub(&mut self, config: Option<ScrubConfig>) {
         self.scrub = config.map(Scrub::new);
-        self.suspects.forget_hopeless();
+        self.scrub_candidates.forget_hopeless();
         self.wake.work();
     }
 
@@ -31,7 +31,7 @@ impl EngineCore {
         if size_bytes == 0 {
             return false;
         }
-        if let Some(block) = self.suspects.next_block(size_bytes) {
+        if let Some(block) = self.scrub_candidates.next_block(size_bytes) {
             self.check(id, block, true, out);
             return true;
         }
@@ -126,11 +126,11 @@ impl EngineCore {
                 return self.repair(id, range, mask(&odd), mask(&sources), out);
             }
             ScrubResult::Odd { odd, .. } | ScrubResult::Undecided(odd) => {
-                self.suspects.end_check(true);
+                self.scrub_candidates.end_check(true);
                 out.push(Output::ScrubFound { range, odd, repaired: false });
             }
             // The comparison covers only the data that a reader sees.
-            ScrubResult::Equal | ScrubResult::CompareShownData => self.suspects.end_check(false),
+            ScrubResult::Equal | ScrubResult::CompareShownData => self.scrub_candidates.end_check(false),
         }
         self.free_slot(id, out);
     }
@@ -157,7 +157,7 @@ impl EngineCore {
         let repaired = !left.is_empty() && !is_left_odd;
         // All that differed have been replaced by other replicas.
         let is_outdated = odd.is_empty();
-        self.suspects.end_check(!repaired && !is_outdated);
+        self.scrub_candidates.end_check(!repaired && !is_outdated);
         if !is_outdated {
             out.push(Output::ScrubFound { range, odd: odd.iter().collect(), repaired });
         }
