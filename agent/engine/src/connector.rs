@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use shorthorn_control::{EngineSpec, ReplicaEndpoint};
-use shorthorn_recovery::{Misfit, fit};
+use shorthorn_recovery::{SizeMismatch, fit};
 use shorthorn_tls::connection_secret;
 use shorthorn_types::{Generation, ReplicaId};
 use shorthorn_wire::{Claim, Welcome};
@@ -78,14 +78,14 @@ impl Connector {
         let size_bytes = self.size_bytes();
         match finish(fit(&mut connection, &mut welcome, size_bytes)) {
             Ok(()) => Ok((connection, welcome)),
-            Err(Misfit::TooLarge { has_bytes }) => {
+            Err(SizeMismatch::TooLarge { has_bytes }) => {
                 let message = format!(
                     "the replica has {has_bytes} bytes, the volume {size_bytes}: this engine does not know \
                      of an expansion yet"
                 );
                 Err(ConnectError::Refused { message, errno: shorthorn_types::Errno::INVALID })
             }
-            Err(Misfit::NotGrown(error)) => Err(error),
+            Err(SizeMismatch::NotGrown(error)) => Err(error),
         }
     }
 }

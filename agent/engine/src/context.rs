@@ -26,7 +26,7 @@ pub struct EngineContext {
     pub connector: Connector,
     pub queues: u16,
     pub shared: Arc<Shared>,
-    peers: Mutex<Vec<Option<Peer>>>,
+    peers: Mutex<Vec<Option<PeerContext>>>,
     control_connections: ControlConnections,
     pub snapshot_use: SnapshotUse,
     /// True if the rebuild task of each number has not ended.
@@ -39,7 +39,7 @@ pub struct EngineContext {
 
 /// The known state of one replica.
 #[derive(Clone, Debug)]
-pub struct Peer {
+pub struct PeerContext {
     pub endpoint: ReplicaEndpoint,
     /// True if members and core know all that it has missed.
     pub is_complete: bool,
@@ -50,8 +50,13 @@ pub struct Peer {
 }
 
 impl EngineContext {
-    pub fn new(connector: Connector, queues: u16, shared: Arc<Shared>, peers: Vec<Peer>) -> EngineContext {
-        let mut all: Vec<Option<Peer>> = peers.into_iter().map(Some).collect();
+    pub fn new(
+        connector: Connector,
+        queues: u16,
+        shared: Arc<Shared>,
+        peers: Vec<PeerContext>,
+    ) -> EngineContext {
+        let mut all: Vec<Option<PeerContext>> = peers.into_iter().map(Some).collect();
         all.resize(MAX_MEMBERS, None);
         EngineContext {
             connector,
@@ -67,25 +72,25 @@ impl EngineContext {
     }
 
     /// Returns replica number `peer`, unless it was given up.
-    pub fn known_peer(&self, peer: PeerIndex) -> Option<Peer> {
+    pub fn known_peer(&self, peer: PeerIndex) -> Option<PeerContext> {
         lock(&self.peers).get(usize::from(peer)).cloned().flatten()
     }
 
     /// Returns all replicas with their numbers.
-    pub fn known_peers(&self) -> Vec<(PeerIndex, Peer)> {
+    pub fn known_peers(&self) -> Vec<(PeerIndex, PeerContext)> {
         let peers = lock(&self.peers);
         (0..).zip(peers.iter()).filter_map(|(index, peer)| Some((index, peer.clone()?))).collect()
     }
 
     /// Changes the known state of a peer if it is still a replica of the volume.
-    pub fn update(&self, peer: PeerIndex, change: impl FnOnce(&mut Peer)) {
+    pub fn update(&self, peer: PeerIndex, change: impl FnOnce(&mut PeerContext)) {
         if let Some(Some(peer)) = lock(&self.peers).get_mut(usize::from(peer)) {
             change(peer);
         }
     }
 
     /// Sets or removes replica number `peer`.
-    pub fn set(&self, index: PeerIndex, peer: Option<Peer>) {
+    pub fn set(&self, index: PeerIndex, peer: Option<PeerContext>) {
         if let Some(entry) = lock(&self.peers).get_mut(usize::from(index)) {
             *entry = peer;
         }

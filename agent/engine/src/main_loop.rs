@@ -26,7 +26,7 @@ use shorthorn_wire::{derived_password, fingerprint};
 
 use crate::connection::ReplicaConnection;
 use crate::connector::Connector;
-use crate::context::{EngineContext, Peer};
+use crate::context::{EngineContext, PeerContext};
 use crate::copy_limits::copy_limits;
 use crate::counters::{self, QueueCounters, RequestMeter};
 use crate::error::EngineError;
@@ -526,7 +526,7 @@ fn links(
 fn context(spec: &EngineSpec, opened: &Opened, shared: Arc<Shared>) -> EngineContext {
     let complete = opened.volume.is_out_of_sync_complete.iter().copied().chain(std::iter::repeat(false));
     let runs = opened.volume.runs.iter().copied().chain(std::iter::repeat(None));
-    let peer = |((endpoint, is_complete), run): ((&ReplicaEndpoint, bool), Option<u64>)| Peer {
+    let peer = |((endpoint, is_complete), run): ((&ReplicaEndpoint, bool), Option<u64>)| PeerContext {
         run,
         endpoint: endpoint.clone(),
         is_complete,

@@ -150,12 +150,12 @@ impl Opener<'_> {
     }
 
     /// Waits at most `pause` for a command, a grant or a signal.
-    fn wait(&mut self, pause: Duration) -> Result<Heard, Stop> {
+    fn wait(&mut self, pause: Duration) -> Result<Wakeup, Stop> {
         let command = match self.events.recv_timeout(pause) {
             Ok(MainEvent::Terminate) => return Err(Stop::Ended(Ending::Terminate)),
             Ok(MainEvent::ControlCommand(command)) => command,
             // The queues do not run yet, so no other event can come.
-            Ok(_) | Err(RecvTimeoutError::Timeout) => return Ok(Heard::Nothing),
+            Ok(_) | Err(RecvTimeoutError::Timeout) => return Ok(Wakeup::Nothing),
             Err(RecvTimeoutError::Disconnected) => return Err(Stop::Ended(Ending::Terminate)),
         };
         let volume = &self.spec.volume;
@@ -165,13 +165,13 @@ impl Opener<'_> {
             ProcessCommand::Grant { view } if view.id.generation.attach <= self.spec.attach => {
                 tracing::info!(%volume, %view, "the arbiter has granted a view");
                 self.state.keep_grant(view)?;
-                return Ok(Heard::Grant(view));
+                return Ok(Wakeup::Grant(view));
             }
             ProcessCommand::Replicas { replicas } if replicas != self.spec.replicas => {
                 match status::check_replicas(&replicas) {
                     Ok(()) => {
                         self.spec.replicas = replicas;
-                        return Ok(Heard::Replicas);
+                        return Ok(Wakeup::Replicas);
                     }
                     Err(reason) => tracing::warn!(%volume, reason, "a command is ignored"),
                 }
@@ -181,12 +181,12 @@ impl Opener<'_> {
             ProcessCommand::Expand { size_bytes } => {
                 self.expand_to_bytes = self.expand_to_bytes.max(Some(size_bytes));
                 if size_bytes > self.spec.size_bytes {
-                    return Ok(Heard::Size);
+                    return Ok(Wakeup::Size);
                 }
             }
             command => tracing::warn!(%volume, ?command, "a command is ignored: the volume is not open yet"),
         }
-        Ok(Heard::Nothing)
+        Ok(Wakeup::Nothing)
     }
 
     /// Makes one attempt. The first one began at `first`.
@@ -259,7 +259,7 @@ impl Opener<'_> {
 }
 
 /// An event that ends a wait.
-enum Heard {
+enum Wakeup {
     /// The arbiter has granted this view.
     Grant(View),
     /// The spec has other replicas, or other addresses of them.
@@ -412,11 +412,11 @@ impl OpeningEngine for Attempt<'_, '_> {
 
     async fn next_grant(&mut self, reached: &mut [Reached]) -> Result<Grant, NotOpen<Stop>> {
         match self.opener.wait(RETRY_INTERVAL).map_err(NotOpen::Stopped)? {
-            Heard::Grant(view) => return Ok(Grant::Answered(view)),
-            Heard::Replicas => return Err(NotOpen::aborted("the volume has other replicas now")),
+            Wakeup::Grant(view) => return Ok(Grant::Answered(view)),
+            Wakeup::Replicas => return Err(NotOpen::aborted("the volume has other replicas now")),
             // Only an engine that knows the larger size accepts a replica that another engine has enlarged.
-            Heard::Size => return Err(NotOpen::aborted("the volume has a new size now")),
-            Heard::Nothing => {}
+            Wakeup::Size => return Err(NotOpen::aborted("the volume has a new size now")),
+            Wakeup::Nothing => {}
         }
         if self.search.is_none() {
             self.search = Some(self.search_others(reached));

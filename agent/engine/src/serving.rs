@@ -21,7 +21,7 @@ use shorthorn_recovery::{DropHistory, RebuildDelay};
 use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{ReplicaId, View};
 
-use crate::context::{EngineContext, Peer};
+use crate::context::{EngineContext, PeerContext};
 use crate::error::EngineError;
 use crate::events::{Ending, MainEvent, RebuildProgress};
 use crate::expansion::{ExpansionTask, SharedDevice};
@@ -340,7 +340,7 @@ impl<'a> Serving<'a> {
         });
         if 2 * view.members.len() <= self.spec.replicas.len() {
             // Too few are left to reject members that were absent before.
-            let was_away = |peer: &Peer| !before.members.contains(peer.endpoint.replica);
+            let was_away = |peer: &PeerContext| !before.members.contains(peer.endpoint.replica);
             let away = self.context().known_peers().into_iter().filter(|(_, peer)| was_away(peer));
             away.for_each(|(index, _)| self.rebuild_tasks.end_delay(index));
         }

@@ -29,7 +29,7 @@ mod serving;
 
 pub use drop_history::{DropHistory, RebuildDelay};
 pub use grow::{NotGrown, grow_replicas};
-pub use link::{Link, LinkError, Misfit, fit, regions};
+pub use link::{Link, LinkError, SizeMismatch, fit, regions};
 pub use offenders::{BadSources, Offenders};
 pub use open::{
     Grant, NotOpen, Opened, OpeningEngine, Proposal, Reached, Volume, conclude, open, propose_to,

@@ -116,7 +116,7 @@ pub(crate) async fn regions_or_all<L: Link>(
 
 /// The reason why a replica does not have the size of the volume.
 #[derive(Debug)]
-pub enum Misfit<E> {
+pub enum SizeMismatch<E> {
     /// The replica is larger: this engine has not learned of an expansion yet.
     TooLarge {
         /// Size of the replica.
@@ -130,17 +130,17 @@ pub enum Misfit<E> {
 /// grown, or the volume was not attached then.
 ///
 /// # Errors
-/// [`Misfit`]; the replica must not be used.
+/// [`SizeMismatch`]; the replica must not be used.
 pub async fn fit<L: Link>(
     link: &mut L,
     welcome: &mut Welcome,
     size_bytes: u64,
-) -> Result<(), Misfit<L::Error>> {
+) -> Result<(), SizeMismatch<L::Error>> {
     if welcome.size_bytes > size_bytes {
-        return Err(Misfit::TooLarge { has_bytes: welcome.size_bytes });
+        return Err(SizeMismatch::TooLarge { has_bytes: welcome.size_bytes });
     }
     if welcome.size_bytes < size_bytes {
-        link.expand(size_bytes).await.map_err(Misfit::NotGrown)?;
+        link.expand(size_bytes).await.map_err(SizeMismatch::NotGrown)?;
         welcome.size_bytes = size_bytes;
     }
     Ok(())

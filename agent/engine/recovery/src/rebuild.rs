@@ -3,6 +3,7 @@
 //! copies the rest.
 
 mod error;
+mod missing_regions;
 mod source;
 
 use shorthorn_core::{DropCause, EngineCore, Event, Output, Outputs, PeerIndex, PeerState};
@@ -15,6 +16,7 @@ use shorthorn_wire::{CopyState, Extent, ExtentsQuery, LayerList, Welcome};
 
 pub use self::error::RebuildError;
 use self::error::describe;
+use self::missing_regions::MissingRegions;
 pub use self::source::Source;
 use crate::link::{Link, LinkError, regions_unless};
 use crate::offenders::BadSources;
@@ -75,15 +77,6 @@ pub trait ReplicaRebuild {
 
 type Error<C> = <<C as ReplicaRebuild>::Engine as ServingEngine>::Error;
 
-/// The regions that a replica lacks before its rebuild.
-struct Lack {
-    missing: RegionSet,
-    /// The division that `missing` counts in: the volume may grow meanwhile.
-    regions: Regions,
-    /// True if the replica receives a full copy.
-    is_copy: bool,
-}
-
 /// Makes one attempt, from the first message to the core. `bad_sources` come from the attempt before, and are
 /// for the next one.
 ///
@@ -131,8 +124,8 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
         if self.engine.pending_view().is_some() {
             return Err(RebuildError::NotYet("the view is being changed"));
         }
-        let lack = self.find_lack(peer, &welcome, remembers).await?;
-        self.keep_out_of_sync_sets(&welcome, lack.is_copy).await?;
+        let missing = self.find_missing_regions(peer, &welcome, remembers).await?;
+        self.keep_out_of_sync_sets(&welcome, missing.is_copy).await?;
         let size_bytes = match self.rebuild_task.connect_queues(self.replica, welcome.run).await {
             Ok(size_bytes) => size_bytes,
             Err(trouble) => {
@@ -140,7 +133,7 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
                 return Err(trouble);
             }
         };
-        self.hand_to_core(lack, size_bytes).await
+        self.hand_to_core(missing, size_bytes).await
     }
 
     /// Reads the core, if the number is still that of the replica.
@@ -219,12 +212,12 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
 
     /// Finds the regions that the replica lacks besides those counted by the core. Makes it a copy of a
     /// member first if its former data does not count.
-    async fn find_lack(
+    async fn find_missing_regions(
         &self,
         peer: &KnownPeer,
         welcome: &Welcome,
         remembers: bool,
-    ) -> Result<Lack, RebuildError<Error<C>>> {
+    ) -> Result<MissingRegions, RebuildError<Error<C>>> {
         let source = self.source()?;
         let size_bytes = || self.engine.size_bytes();
         let size_before = size_bytes();
@@ -235,15 +228,15 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
         let is_what_it_was =
             peer.is_complete && !welcome.rebuilding && remembers && have_same_snapshots(&mine, &theirs);
         let regions = self.engine.regions();
-        let mut missing = if is_what_it_was {
+        let mut set = if is_what_it_was {
             RegionSet::empty(regions.count())
         } else {
             self.make_copy(source, (&theirs, size_before), remembers, regions).await?
         };
         // Data that it had not made durable may be lost, and data that only it was sent is in no member.
         let failed = RebuildError::while_doing("asking for its write intents");
-        missing.insert_all(&self.regions_or_all(self.address(), RegionsOf::Intent, regions, failed).await?);
-        Ok(Lack { missing, regions, is_copy: !is_what_it_was })
+        set.insert_all(&self.regions_or_all(self.address(), RegionsOf::Intent, regions, failed).await?);
+        Ok(MissingRegions { set, regions, is_copy: !is_what_it_was })
     }
 
     /// Returns the member that the replica is compared with and copied from: one on this host, if possible.
@@ -405,15 +398,19 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
 
     /// Hands the replica, which has `size_bytes`, to the core, if it has followed every expansion that the
     /// core may already know.
-    async fn hand_to_core(&self, lack: Lack, size_bytes: u64) -> Result<(), RebuildError<Error<C>>> {
-        let is_copy = lack.is_copy;
+    async fn hand_to_core(
+        &self,
+        missing: MissingRegions,
+        size_bytes: u64,
+    ) -> Result<(), RebuildError<Error<C>>> {
+        let is_copy = missing.is_copy;
         // Replicas that count by now, or are about to, are asked under the same lock: later ones learn from
         // the core.
         let counting = self.decide(|core, outputs| {
             if size_bytes < self.engine.size_bytes() {
                 return None;
             }
-            let missing = Box::new(lack.missing.converted(lack.regions, core.regions()));
+            let missing = Box::new(missing.converted(core.regions()));
             if is_copy {
                 core.start_full_copy(self.me);
             }

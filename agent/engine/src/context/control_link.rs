@@ -10,7 +10,7 @@ use shorthorn_wire::{
 };
 
 use super::control_connections::ControlConnection;
-use super::{EngineContext, Peer};
+use super::{EngineContext, PeerContext};
 use crate::connection::{ConnectError, ReplicaConnection, finish};
 
 /// The time limit of an answer over a control connection. Syncing a layer, or reading the extents of a large
@@ -65,7 +65,7 @@ impl EngineContext {
         self.with_control(Address { peer, replica: known.endpoint.replica }, ask)
     }
 
-    fn find_at(&self, address: Address) -> Result<Peer, ConnectError> {
+    fn find_at(&self, address: Address) -> Result<PeerContext, ConnectError> {
         let known = self.known_peer(address.peer);
         known.filter(|peer| peer.endpoint.replica == address.replica).ok_or(ConnectError::GivenUp)
     }

@@ -65,7 +65,7 @@ impl RebuildTask {
             self.for_each_extent(&layer, |extent| {
                 self.copy_extent(&layer, extent, &mut buffer, &mut pacer, &mut progress)
             })?;
-            self.tell_lost(&layer, &mut progress);
+            self.report_lost_blocks(&layer, &mut progress);
             // Once the layer counts as whole, no later attempt copies it again.
             if !self.context.shared.read_core(|core| source.has_stayed(core)) {
                 return Err(RebuildError::NotYet(SOURCE_HAS_LEFT));
@@ -229,8 +229,9 @@ impl RebuildTask {
         Ok(false)
     }
 
-    /// Before the layer counts as whole: no later attempt reads it again.
-    fn tell_lost(&self, layer: &Layer<'_>, progress: &mut Progress) {
+    /// Logs the blocks that no member had sound, before the layer counts as whole: no later attempt reads it
+    /// again.
+    fn report_lost_blocks(&self, layer: &Layer<'_>, progress: &mut Progress) {
         let lost_bytes = std::mem::take(&mut progress.lost_bytes);
         if lost_bytes > 0 {
             let (volume, source, image) =

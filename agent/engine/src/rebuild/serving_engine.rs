@@ -11,7 +11,7 @@ use shorthorn_wire::{CopyState, LayerList, Welcome};
 use super::task::{RebuildError, RebuildTask};
 use crate::connection::ConnectError;
 use crate::context::control_link::ControlLink;
-use crate::context::{self, EngineContext};
+use crate::context::{EngineContext, PeerContext};
 use crate::events::RebuildProgress;
 
 /// The time limit for a queue to take over a connection. A queue does that in its next iteration, which
@@ -23,7 +23,7 @@ impl ServingEngine for EngineContext {
     type Control<'a> = ControlLink<'a>;
 
     fn peers(&self) -> Vec<(PeerIndex, shorthorn_recovery::KnownPeer)> {
-        let known = |peer: context::Peer| shorthorn_recovery::KnownPeer {
+        let known = |peer: PeerContext| shorthorn_recovery::KnownPeer {
             replica: peer.endpoint.replica,
             is_local: peer.endpoint.local,
             is_complete: peer.is_complete,

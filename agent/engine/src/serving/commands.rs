@@ -10,7 +10,7 @@ use shorthorn_types::limits::MAX_MEMBERS;
 
 use super::moves::Peering;
 use super::{NO_DELAY, Serving};
-use crate::context::Peer;
+use crate::context::PeerContext;
 use crate::copy_limits::{copy_limits, scrub_config};
 use crate::error::EngineError;
 use crate::events::Ending;
@@ -165,7 +165,8 @@ impl Serving<'_> {
         member.away_since_ms = Some(status::now_ms());
         self.publish(|engine| engine.members.push(member));
         let config = PeerConfig { replica: endpoint.replica, local: endpoint.local };
-        self.context().set(index, Some(Peer { endpoint, is_complete: false, last_view: None, run: None }));
+        self.context()
+            .set(index, Some(PeerContext { endpoint, is_complete: false, last_view: None, run: None }));
         self.shared().send_to_core(Event::Track { peer: index, config });
         self.drop_histories[usize::from(index)] = DropHistory::default();
         self.rebuild_tasks.start(index, NO_DELAY)

@@ -1,6 +1,6 @@
 //! Simulated connections as [`shorthorn_recovery::Link`].
 
-use shorthorn_recovery::{Address, Link, LinkError, Misfit};
+use shorthorn_recovery::{Address, Link, LinkError, SizeMismatch};
 use shorthorn_types::{Errno, Generation, MarkRegions, ReplicaReport, View};
 use shorthorn_wire::{CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery};
 
@@ -52,11 +52,11 @@ impl LinkError for CallError {
     }
 }
 
-impl From<Misfit<CallError>> for CallError {
-    fn from(misfit: Misfit<CallError>) -> CallError {
-        match misfit {
-            Misfit::TooLarge { .. } => CallError::Refused(Errno::INVALID),
-            Misfit::NotGrown(error) => error,
+impl From<SizeMismatch<CallError>> for CallError {
+    fn from(mismatch: SizeMismatch<CallError>) -> CallError {
+        match mismatch {
+            SizeMismatch::TooLarge { .. } => CallError::Refused(Errno::INVALID),
+            SizeMismatch::NotGrown(error) => error,
         }
     }
 }
