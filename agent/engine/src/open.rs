@@ -10,7 +10,7 @@ use shorthorn_control::{
     ReplicaEndpoint,
 };
 use shorthorn_recovery::{
-    Grant, NotOpen, OTHER_RUN, Offenders, OpeningEngine, Proposal, Volume, conclude, propose_to,
+    Grant, NotOpen, OTHER_RUN, Offenders, OpenRequest, OpeningEngine, Proposal, conclude, propose_to,
 };
 use shorthorn_types::{Members, Regions, ReplicaId, View};
 use shorthorn_views::{FencedReplica, KeptSets, NoPlan, StartPlan, ViewChange};
@@ -193,7 +193,7 @@ impl Opener<'_> {
     fn attempt(&mut self, first: Instant, offenders: &mut Offenders) -> Result<Opened, OpenError> {
         let begin = Instant::now();
         let generation = self.state.generation();
-        let volume = Volume {
+        let request = OpenRequest {
             generation,
             replicas: self.spec.replicas.iter().map(|endpoint| endpoint.replica).collect(),
             size_bytes: self.spec.size_bytes,
@@ -215,7 +215,7 @@ impl Opener<'_> {
             pinged: begin,
             opener: self,
         };
-        let opened = finish(shorthorn_recovery::open(&mut attempt, &volume, offenders));
+        let opened = finish(shorthorn_recovery::open(&mut attempt, &request, offenders));
         let Attempt { members, reached_ms, .. } = attempt;
         let opened = opened.map_err(|error| match error {
             NotOpen::Waiting(reason) => OpenError::Missing { reason, members: members.clone() },

@@ -14,7 +14,7 @@ use shorthorn_core::{
     CopyLimits, CoreConfig, EngineCore, Event, Outputs, PeerConfig, PeerState, ScrubConfig,
 };
 use shorthorn_recovery::{
-    NotOpen, Offenders, Opened, Proposal, Reached, ServingEngine, Volume, conclude, grow_replicas, open,
+    NotOpen, Offenders, OpenRequest, Opened, Proposal, Reached, ServingEngine, conclude, grow_replicas, open,
 };
 use shorthorn_types::{Generation, Members, RegionSet, ReplicaId};
 use shorthorn_views::{CannotStart, FencedReplica, NoPlan};
@@ -165,8 +165,8 @@ impl Process {
                 offenders = Offenders::default();
             }
             match self.attempt_to_open(&mut offenders).await {
-                Ok((opened, volume, lost_writes)) => {
-                    return self.serve(opened, &volume, lost_writes);
+                Ok((opened, request, lost_writes)) => {
+                    return self.serve(opened, &request, lost_writes);
                 }
                 Err(NotOpen::Deposed(holder)) => return self.depose(holder),
                 Err(NotOpen::Waiting(_)) => self.sleep(RETRY_US).await,
@@ -212,12 +212,12 @@ impl Process {
     async fn attempt_to_open(
         &self,
         offenders: &mut Offenders,
-    ) -> Result<(Opened<Connections>, Volume, bool), NotOpen<()>> {
-        let volume = {
+    ) -> Result<(Opened<Connections>, OpenRequest, bool), NotOpen<()>> {
+        let request = {
             let sim = self.sim.borrow();
             let engine = sim.engines.get(&self.engine).ok_or(NotOpen::Stopped(()))?;
             let host = &sim.hosts[engine.host];
-            Volume {
+            OpenRequest {
                 generation: engine.generation,
                 replicas: engine.peers.iter().map(|peer| peer.replica).collect(),
                 size_bytes: engine.size_bytes,
@@ -226,12 +226,12 @@ impl Process {
                 member_limit_ms: MEMBER_LIMIT_MS,
             }
         };
-        let mut attempt = Attempt::new(self.clone(), volume.replicas.clone());
-        let opened = open(&mut attempt, &volume, offenders).await?;
+        let mut attempt = Attempt::new(self.clone(), request.replicas.clone());
+        let opened = open(&mut attempt, &request, offenders).await?;
         if attempt.leaves_out {
             self.sim.borrow_mut().count("starts without an offender");
         }
-        Ok((opened, volume, attempt.lost_writes))
+        Ok((opened, request, attempt.lost_writes))
     }
 
     /// Checks that a replica is judged as restored from an older disk only if it was. The reports of an
@@ -260,7 +260,7 @@ impl Process {
         host.lost_writes |= host.was_live;
     }
 
-    fn config(&self, opened: &Opened<Connections>, volume: &Volume) -> CoreConfig {
+    fn config(&self, opened: &Opened<Connections>, request: &OpenRequest) -> CoreConfig {
         let sim = self.sim.borrow();
         let host = sim.engines.get(&self.engine).map(|process| process.host);
         let is_sabotaged = sim.options.sabotage == Some(Sabotage::NoResync);
@@ -268,14 +268,14 @@ impl Process {
         CoreConfig {
             queues: sim.queues,
             depth: DEPTH,
-            peers: volume.replicas.iter().enumerate().map(peer).collect(),
+            peers: request.replicas.iter().enumerate().map(peer).collect(),
             view: opened.view,
             replica_timeout_ms: REPLICA_TIMEOUT_MS,
             late_limit_ms: LATE_LIMIT_MS,
             flight_limits: FLIGHT_LIMITS,
-            size_bytes: volume.size_bytes,
+            size_bytes: request.size_bytes,
             dirty: match is_sabotaged {
-                true => RegionSet::empty(shorthorn_types::Regions::of(volume.size_bytes).count()),
+                true => RegionSet::empty(shorthorn_types::Regions::of(request.size_bytes).count()),
                 false => opened.dirty.clone(),
             },
             resync_sources: opened.resync_sources.clone(),
@@ -292,8 +292,8 @@ impl Process {
     }
 
     /// Serves the volume. `lost_writes`: the members had lost writes when the volume was opened.
-    fn serve(&self, opened: Opened<Connections>, volume: &Volume, lost_writes: bool) {
-        let config = self.config(&opened, volume);
+    fn serve(&self, opened: Opened<Connections>, request: &OpenRequest, lost_writes: bool) {
+        let config = self.config(&opened, request);
         let Opened { last_view, connections: links, is_out_of_sync_complete: is_complete, runs, .. } = opened;
         let mut sim = self.sim.borrow_mut();
         let engine = self.engine;

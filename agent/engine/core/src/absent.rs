@@ -7,7 +7,7 @@ use crate::intent::WriteIntent;
 use crate::job::Jobs;
 use crate::membership::{PeerIndex, PeerMask};
 
-/// The replicas outside the view whose missed regions the core counts.
+/// The replicas outside the view whose out-of-sync regions the core counts.
 ///
 /// The set of a counted replica has all regions that the replica lacks. Each modification is either sent to
 /// the replica or added to the set. A replica that is not counted has no set, and cannot be rebuilt.

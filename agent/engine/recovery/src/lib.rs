@@ -32,7 +32,7 @@ pub use grow::{NotGrown, grow_replicas};
 pub use link::{Link, LinkError, SizeMismatch, fit, regions};
 pub use offenders::{BadSources, Offenders};
 pub use open::{
-    Grant, NotOpen, Opened, OpeningEngine, Proposal, Reached, Volume, conclude, open, propose_to,
+    Grant, NotOpen, OpenRequest, Opened, OpeningEngine, Proposal, Reached, conclude, open, propose_to,
 };
 pub use other_member::{BlockSearch, UNREAD_MAX};
 pub use out_of_sync_sets::{forget_in_vain, give_up};

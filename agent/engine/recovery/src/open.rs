@@ -19,14 +19,14 @@ use crate::out_of_sync_sets::{forget, make_room};
 /// each.
 const GRANT_WAITS_MAX: u32 = 20;
 
-/// The volume as one attempt to open it knows it. It stays the same until the attempt has ended.
+/// The input of one attempt to open the volume. It stays the same until the attempt has ended.
 #[derive(Clone, Debug)]
-pub struct Volume {
+pub struct OpenRequest {
     /// The generation of the attempt.
     pub generation: Generation,
     /// The replicas that the volume is to have, in the order of their numbers.
     pub replicas: Vec<ReplicaId>,
-    /// The size of the replica in bytes.
+    /// The size of the volume in bytes.
     pub size_bytes: u64,
     /// The newest grant of the arbiter that is known.
     pub granted: Option<View>,
@@ -54,9 +54,9 @@ pub struct Proposal {
     pub view: View,
     /// The views that it honours.
     pub honoured: ReplicaReport,
-    /// See [`Volume::replicas`].
+    /// See [`OpenRequest::replicas`].
     pub replicas: Vec<ReplicaId>,
-    /// See [`Volume::size_bytes`].
+    /// See [`OpenRequest::size_bytes`].
     pub size_bytes: u64,
 }
 
@@ -81,9 +81,9 @@ pub struct Opened<C> {
     pub dirty: RegionSet,
     /// The regions to resync from each replica: see [`CombinedSets::sources`].
     pub resync_sources: Vec<RegionSet>,
-    /// The regions that each replica has missed, as far as the members know.
+    /// The out-of-sync regions of each replica, as far as the members know.
     pub out_of_sync: Vec<RegionSet>,
-    /// True for each replica whose missed regions are all known.
+    /// True for each replica whose out-of-sync regions are all known.
     pub is_out_of_sync_complete: Vec<bool>,
     /// The newest stamp that any member was sent: see [`shorthorn_types::is_current`].
     pub stamp: u32,
@@ -200,13 +200,13 @@ pub trait OpeningEngine {
 /// [`NotOpen`] has the next step.
 pub async fn open<E: OpeningEngine>(
     engine: &mut E,
-    volume: &Volume,
+    request: &OpenRequest,
     offenders: &mut Offenders,
 ) -> Result<Opened<E::Connections>, NotOpen<E::Stop>> {
     let mut reached = engine.reach().await?;
-    offenders.reached(reached.iter().map(|one| (one.replica, one.welcome.run)), &volume.replicas);
-    let (plan, left_out) = plan_view(engine, volume, &reached, offenders)?;
-    let view = View { id: ViewId { generation: volume.generation, number: 1 }, members: plan.members };
+    offenders.reached(reached.iter().map(|one| (one.replica, one.welcome.run)), &request.replicas);
+    let (plan, left_out) = plan_view(engine, request, &reached, offenders)?;
+    let view = View { id: ViewId { generation: request.generation, number: 1 }, members: plan.members };
     let mut change = ViewChange::new(plan.basis.honoured, view);
     let is_asked = |id| !plan.blank.contains(id) && !left_out.contains(id);
     let asked = reached.iter().map(|one| one.replica).filter(|id| is_asked(*id));
@@ -228,7 +228,7 @@ pub async fn open<E: OpeningEngine>(
     let stamps: Vec<Option<u32>> = reached.iter().map(|one| one.welcome.stamp).collect();
     // A blank replica would learn the views by the proposal, and look like one that has kept its data.
     reached.retain(|one| is_asked(one.replica));
-    commit_first_view(engine, volume, change, (reached, stamps), offenders).await
+    commit_first_view(engine, request, change, (reached, stamps), offenders).await
 }
 
 /// Returns the plan for the first view, unless a member has to be waited for. A replica that is left out has
@@ -236,18 +236,18 @@ pub async fn open<E: OpeningEngine>(
 /// but they are not members and store nothing.
 fn plan_view<E: OpeningEngine>(
     engine: &mut E,
-    volume: &Volume,
+    request: &OpenRequest,
     reached: &[Reached<E::Link>],
     offenders: &mut Offenders,
 ) -> Result<(StartPlan, Members), NotOpen<E::Stop>> {
     let fenced_replicas: Vec<FencedReplica> = reached.iter().map(fenced).collect();
-    let plan = plan(&fenced_replicas, volume.granted);
+    let plan = plan(&fenced_replicas, request.granted);
     engine.planned(&fenced_replicas, plan.as_ref());
     let plan = plan.map_err(|none| NotOpen::Waiting(with_unfit(&none)))?;
     let answers = |id| reached.iter().any(|one| one.replica == id);
     let silent = plan.basis.holders.filter(|id| !answers(id));
     let loses = plan.lost_writes && engine.has_user();
-    let limit_ms = if loses { volume.member_limit_ms } else { volume.missing_limit_ms };
+    let limit_ms = if loses { request.member_limit_ms } else { request.missing_limit_ms };
     let has_waited = engine.waited_ms() > limit_ms;
     if !silent.is_empty() && !has_waited {
         let why = if loses { ", and the others have lost unflushed writes" } else { "" };
@@ -258,7 +258,7 @@ fn plan_view<E: OpeningEngine>(
     if left_out.is_empty() {
         return Ok((plan, Members::NONE));
     }
-    let Some(fewer) = plan.clone().without(&left_out, &fenced_replicas, volume.granted) else {
+    let Some(fewer) = plan.clone().without(&left_out, &fenced_replicas, request.granted) else {
         return Ok((plan, Members::NONE));
     };
     left_out.iter().for_each(|replica| engine.leaves_out(replica, offenders.reason(replica)));
@@ -315,14 +315,14 @@ async fn await_grant<E: OpeningEngine>(
 /// that are not asked.
 async fn commit_first_view<E: OpeningEngine>(
     engine: &mut E,
-    volume: &Volume,
+    request: &OpenRequest,
     mut change: ViewChange,
     (asked, stamps): (Vec<Reached<E::Link>>, Vec<Option<u32>>),
     offenders: &mut Offenders,
 ) -> Result<Opened<E::Connections>, NotOpen<E::Stop>> {
     let (view, honoured) = (change.target, change.honoured.clone());
-    let replicas = volume.replicas.clone();
-    let proposal = Proposal { view, honoured, replicas, size_bytes: volume.size_bytes };
+    let replicas = request.replicas.clone();
+    let proposal = Proposal { view, honoured, replicas, size_bytes: request.size_bytes };
     let (mut kept, mut members) = (Vec::new(), Vec::new());
     let (mut stored, mut refused) = (Vec::new(), Vec::new());
     let mut deposed_by = None;
@@ -352,11 +352,11 @@ async fn commit_first_view<E: OpeningEngine>(
     if change.progress() != ChangeProgress::Through || kept.len() != view.members.len() {
         return Err(NotOpen::aborted(format!("view {view} is not through: {}", refused.join("; "))));
     }
-    let combined = combine_sets(&kept, volume.replicas.len(), Regions::of(volume.size_bytes).count());
+    let combined = combine_sets(&kept, request.replicas.len(), Regions::of(request.size_bytes).count());
     let stamp = combined.first_stamp(stamps);
     let CombinedSets { dirty, sources, out_of_sync, stamps, is_complete, .. } = combined;
     let run = |id: &ReplicaId| stored.iter().find(|one| one.replica == *id).map(|one| one.welcome.run);
-    let runs = volume.replicas.iter().map(run).collect();
+    let runs = request.replicas.iter().map(run).collect();
     let connected = engine.connect(stored, &proposal).await;
     let connections = connected.map_err(|error| blamed(engine, offenders, AttemptPart::Connecting, error))?;
     let last_view = proposal.honoured.committed;
@@ -365,7 +365,7 @@ async fn commit_first_view<E: OpeningEngine>(
         last_view,
         connections,
         dirty,
-        resync_sources: sources_by_replica(&volume.replicas, &members, &sources),
+        resync_sources: sources_by_replica(&request.replicas, &members, &sources),
         out_of_sync,
         is_out_of_sync_complete: is_complete,
         stamp,

@@ -9,8 +9,8 @@ use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
 use shorthorn_recovery::{
-    Grant, Link, LinkError, NotOpen, Offenders, Opened, OpeningEngine, Proposal, Reached, Volume, conclude,
-    propose_to,
+    Grant, Link, LinkError, NotOpen, Offenders, OpenRequest, Opened, OpeningEngine, Proposal, Reached,
+    conclude, propose_to,
 };
 use shorthorn_types::{
     Errno, Generation, MarkRegions, Members, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
@@ -55,8 +55,8 @@ impl LinkError for Broken {
 type Calls = Rc<RefCell<Vec<String>>>;
 
 /// Returns the first attempt to open the volume.
-fn open(engine: &mut Engine, volume: &Volume) -> Result<Opened<Vec<ReplicaId>>, NotOpen<&'static str>> {
-    finish(shorthorn_recovery::open(engine, volume, &mut Offenders::default()))
+fn open(engine: &mut Engine, request: &OpenRequest) -> Result<Opened<Vec<ReplicaId>>, NotOpen<&'static str>> {
+    finish(shorthorn_recovery::open(engine, request, &mut Offenders::default()))
 }
 
 /// A well-behaved replica, which answers proposals with `answer`.
@@ -222,8 +222,8 @@ fn last_view(count: u64) -> View {
     View { id: ViewId { generation: Generation::new(1, 0), number: 1 }, members }
 }
 
-fn volume(count: u64) -> Volume {
-    Volume {
+fn request(count: u64) -> OpenRequest {
+    OpenRequest {
         generation: Generation::new(2, 0),
         replicas: (1..=count).map(id).collect(),
         size_bytes: SIZE_BYTES,
@@ -267,7 +267,7 @@ fn calls(engine: &Engine) -> Vec<String> {
 #[test]
 fn sets_are_requested_after_the_proposal_and_answered_before_the_commit() {
     let mut engine = engine(2, &[1, 2], false);
-    let opened = open(&mut engine, &volume(2)).unwrap();
+    let opened = open(&mut engine, &request(2)).unwrap();
     assert_eq!(opened.connections, [id(1), id(2)]);
     assert_eq!(opened.last_view, last_view(2));
     let ids = (id(1), id(2));
@@ -285,7 +285,7 @@ fn half_of_a_view_proposes_nothing_before_the_grant() {
         members: Members::new([id(1)]).unwrap(),
     };
     engine.grants = [Grant::Nothing, Grant::Answered(last_view(2)), Grant::Answered(granted)].into();
-    assert_eq!(open(&mut engine, &volume(2)).unwrap().view, granted);
+    assert_eq!(open(&mut engine, &request(2)).unwrap().view, granted);
     assert_eq!(calls(&engine)[..5], ["ask", "wait", "wait", "wait", "ask no more"]);
     assert!(calls(&engine)[5].ends_with("propose"));
 }
@@ -299,7 +299,7 @@ fn a_grant_of_another_view_or_a_replica_that_is_back_ends_the_attempt() {
     for grant in [Grant::Answered(other), Grant::Back(id(2))] {
         let mut engine = engine(2, &[1], false);
         engine.grants = [grant].into();
-        let error = open(&mut engine, &volume(2)).unwrap_err();
+        let error = open(&mut engine, &request(2)).unwrap_err();
         assert!(matches!(error, NotOpen::Aborted { .. }), "{grant:?}: {error:?}");
         assert_eq!(calls(&engine), ["ask", "wait", "ask no more"], "{grant:?}");
     }
@@ -308,7 +308,7 @@ fn a_grant_of_another_view_or_a_replica_that_is_back_ends_the_attempt() {
 #[test]
 fn lost_writes_are_recorded_before_the_proposal() {
     let mut engine = engine(2, &[1, 2], true);
-    open(&mut engine, &volume(2)).unwrap();
+    open(&mut engine, &request(2)).unwrap();
     assert_eq!(calls(&engine)[0], "record lost writes");
 }
 
@@ -323,7 +323,7 @@ fn a_missing_member_is_waited_for_longer_if_the_others_have_lost_writes() {
     ] {
         let mut engine = engine(3, &[1, 2], lost_cache);
         engine.waited_ms = waited_ms;
-        let opened = open(&mut engine, &volume(3));
+        let opened = open(&mut engine, &request(3));
         assert_eq!(matches!(opened, Err(NotOpen::Waiting(_))), waits, "{lost_cache} {waited_ms}: {opened:?}");
         assert_eq!(calls(&engine).is_empty(), waits, "nothing is proposed before");
     }
@@ -335,7 +335,7 @@ fn a_member_that_refuses_the_view_aborts_the_start_and_a_newer_engine_ends_it() 
     for answer in [Broken::Refuses(Errno::IO), Broken::Deposed(holder)] {
         let mut engine = engine(3, &[1, 2, 3], false);
         engine.reached[1].link.answer = Err(answer);
-        match open(&mut engine, &volume(3)).unwrap_err() {
+        match open(&mut engine, &request(3)).unwrap_err() {
             NotOpen::Aborted { reason, .. } => {
                 assert!(answer.is_refusal() && reason.contains("Refuses"), "{reason}")
             }
@@ -360,7 +360,7 @@ fn attempt_with_a_liar(
     let mut engine = engine(count, &all, false);
     engine.reached[1].link.answer = Err(Broken::Refuses(Errno::IO));
     change(&mut engine);
-    let opened = finish(shorthorn_recovery::open(&mut engine, &volume(count), offenders));
+    let opened = finish(shorthorn_recovery::open(&mut engine, &request(count), offenders));
     (opened, calls(&engine))
 }
 
@@ -463,7 +463,7 @@ fn a_member_whose_queues_cannot_be_connected_is_left_out_too() {
     let attempt = |offenders: &mut Offenders| {
         let mut engine = engine(3, &[1, 2, 3], false);
         engine.unconnected = Some(id(2));
-        finish(shorthorn_recovery::open(&mut engine, &volume(3), offenders))
+        finish(shorthorn_recovery::open(&mut engine, &request(3), offenders))
     };
     for _ in 0..3 {
         match attempt(&mut offenders) {

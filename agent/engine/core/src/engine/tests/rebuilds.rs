@@ -1,4 +1,4 @@
-//! Tests of replicas outside the view: their missed regions, their return, and its failures.
+//! Tests of replicas outside the view: their out-of-sync regions, their return, and its failures.
 
 use shorthorn_types::{MarkAction, RegionsOf};
 
