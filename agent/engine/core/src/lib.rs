@@ -23,8 +23,8 @@
 //!   there, and nothing was sent there since. Nothing that modifies the region is sent until the clearing is
 //!   answered.
 //! - The regions that a replica outside the view misses are counted from the moment it leaves or is tracked.
-//!   The set is never smaller than its lack. The replica becomes a member when the regions are copied and all
-//!   members have flushed. It also needs the out-of-sync sets of the others outside the view.
+//!   The set has at least all regions that it lacks. The replica becomes a member when the regions are copied
+//!   and all members have flushed. It also needs the out-of-sync sets of the others outside the view.
 //! - Replicas that are being rebuilt harm only themselves: their failures, full disks among them, end only
 //!   their rebuild.
 //! - Copies keep to their limits, unless a request waits for one.
