@@ -2,6 +2,8 @@
 //! socket, and starts rebuild tasks for replicas outside the view.
 
 mod commands;
+mod copies;
+mod copy_events;
 mod expansion;
 mod members;
 mod moves;
@@ -12,9 +14,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use shorthorn_control::{
-    CopyStatus, EnginePhase, EngineSpec, EngineStatus, GrantWanted, MemberMode, MemberStatus, Publisher,
-};
+use shorthorn_control::{EnginePhase, EngineSpec, EngineStatus, GrantWanted, MemberStatus, Publisher};
 use shorthorn_core::{Cause, Event, FailedRequest, PeerIndex};
 use shorthorn_frontend::RefusedRequest;
 use shorthorn_recovery::{DropHistory, RebuildDelay};
@@ -23,7 +23,7 @@ use shorthorn_types::{ReplicaId, View};
 
 use crate::context::{EngineContext, PeerContext};
 use crate::error::EngineError;
-use crate::events::{Ending, MainEvent, RebuildProgress};
+use crate::events::{Ending, MainEvent};
 use crate::expansion::{ExpansionTask, SharedDevice};
 use crate::failures::{self, RequestError};
 use crate::open::Opened;
@@ -31,7 +31,8 @@ use crate::rebuild::RebuildTasks;
 use crate::scrubber::Scrubbing;
 use crate::shared::{Shared, lock};
 use crate::state::EngineState;
-use crate::status::{self, Meter};
+use crate::status;
+use copies::Copies;
 use moves::Moves;
 use scrubs::Scrubs;
 
@@ -41,8 +42,6 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// The interval of checking the members that wait for a move to new addresses. Requests do not wait for a
 /// move, but an old address may be removed from the host soon.
 const MOVES_INTERVAL: Duration = Duration::from_millis(200);
-/// The interval of logging the progress of a copy. A copy takes minutes to hours.
-const LOG_INTERVAL: Duration = Duration::from_secs(30);
 
 const NO_DELAY: RebuildDelay = RebuildDelay::For(Duration::ZERO);
 
@@ -58,16 +57,13 @@ pub struct Serving<'a> {
     view: View,
     /// The view that the arbiter was asked for.
     asked: Option<View>,
-    resync: Option<Meter>,
-    /// For each replica, the copy to it.
-    copies: [Option<Meter>; MAX_MEMBERS],
+    copies: Copies,
     /// For each replica, its recent drops.
     drop_histories: [DropHistory; MAX_MEMBERS],
     begun: Instant,
     /// The members whose addresses have changed.
     moves: Moves,
     scrubs: Scrubs<Scrubbing>,
-    logged: Instant,
 }
 
 impl<'a> Serving<'a> {
@@ -93,13 +89,11 @@ impl<'a> Serving<'a> {
             expansion: None,
             view: opened.volume.view,
             asked: None,
-            resync: opened.unequal_bytes().map(|bytes| Meter::new(bytes, now)),
-            copies: [const { None }; MAX_MEMBERS],
+            copies: Copies::new(opened.unequal_bytes(), now),
             drop_histories: Default::default(),
             begun: now,
             moves: Moves::default(),
             scrubs: Scrubs::new(),
-            logged: now,
         };
         if let Some(bytes) = opened.unequal_bytes() {
             tracing::info!(volume = %serving.spec.volume, bytes, "resyncing the members in dirty regions");
@@ -222,7 +216,7 @@ impl<'a> Serving<'a> {
     }
 
     fn is_copying(&self) -> bool {
-        self.resync.is_some() || self.scrubs.is_running() || self.copies.iter().any(Option::is_some)
+        self.copies.is_running() || self.scrubs.is_running()
     }
 
     fn context(&self) -> &EngineContext {
@@ -365,98 +359,5 @@ impl<'a> Serving<'a> {
             engine.message = message;
             engine.grant_wanted = Some(wanted);
         });
-    }
-
-    fn rebuilt(&mut self, peer: PeerIndex) {
-        self.moves.end(peer);
-        let meter = self.copies[usize::from(peer)].take();
-        let Some(replica) = self.replica(peer) else { return };
-        let seconds = meter.as_ref().map_or(0.0, |meter| meter.elapsed().as_secs_f64());
-        let bytes = meter.map_or(0, |meter| meter.total_bytes());
-        tracing::info!(volume = %self.spec.volume, %replica, bytes, seconds, "a replica is a member again");
-        self.publish_member(replica, |member| {
-            member.mode = MemberMode::Member;
-            member.message.clear();
-            (member.away_since_ms, member.copy) = (None, None);
-        });
-    }
-
-    fn resynced(&mut self) {
-        let Some(meter) = self.resync.take() else { return };
-        let (bytes, seconds) = (meter.total_bytes(), meter.elapsed().as_secs_f64());
-        tracing::info!(volume = %self.spec.volume, bytes, seconds, "the members are equal");
-        self.publish(|engine| engine.resync = None);
-    }
-
-    fn rebuild_progress(&mut self, peer: PeerIndex, progress: RebuildProgress) {
-        let Some(replica) = self.replica(peer) else { return };
-        if self.view.members.contains(replica) {
-            return; // the report came before the replica is a member
-        }
-        let (volume, now) = (&self.spec.volume, Instant::now());
-        match progress {
-            RebuildProgress::Waiting(message) => self.publish_member(replica, |member| {
-                // Nothing is copied during the pause, so the status shows the reason.
-                (member.message, member.copy) = (message, None);
-            }),
-            RebuildProgress::Copying { total_bytes, left_bytes } => {
-                let meter = &mut self.copies[usize::from(peer)];
-                if meter.is_none() {
-                    tracing::info!(%volume, %replica, bytes = total_bytes, "copying snapshots to a replica");
-                }
-                let meter = meter.get_or_insert_with(|| Meter::new(total_bytes, now));
-                meter.update(left_bytes, now);
-                let shown = meter.status();
-                self.show_copy(replica, shown, "copying its snapshots");
-            }
-            RebuildProgress::Rebuilding { missing_bytes, is_copy } => {
-                tracing::info!(%volume, %replica, bytes = missing_bytes, is_copy, "rebuilding a replica");
-                let meter = Meter::new(missing_bytes, now);
-                let shown = meter.status();
-                self.copies[usize::from(peer)] = Some(meter);
-                self.show_copy(replica, shown, "copying its out-of-sync regions");
-            }
-        }
-    }
-
-    fn show_copy(&self, replica: ReplicaId, shown: CopyStatus, message: &str) {
-        self.publish_member(replica, |member| {
-            member.mode = MemberMode::Rebuilding;
-            message.clone_into(&mut member.message);
-            member.copy = Some(shown);
-        });
-    }
-
-    /// Updates the progress of copies, resyncs and scrubs.
-    fn poll(&mut self) {
-        let progress = self.shared().read_core(|core| core.copy_progress());
-        let now = Instant::now();
-        let is_time_to_log = self.logged.elapsed() >= LOG_INTERVAL;
-        if let Some(meter) = &mut self.resync {
-            meter.update(progress.resync_left_bytes, now);
-            let shown = meter.status();
-            self.publish(|engine| engine.resync = Some(shown));
-        }
-        for (peer, left_bytes) in progress.rebuilds {
-            let Some(replica) = self.replica(peer) else { continue };
-            let Some(meter) = &mut self.copies[usize::from(peer)] else { continue };
-            meter.update(left_bytes, now);
-            let shown = meter.status();
-            self.publish_member(replica, |member| member.copy = Some(shown));
-            if is_time_to_log {
-                let (volume, percent) = (&self.spec.volume, shown.percent());
-                tracing::info!(
-                    %volume, %replica, percent, bytes_per_s = shown.bytes_per_s, "a replica is being rebuilt"
-                );
-            }
-        }
-        if let Some(at_bytes) = progress.scrub_at_bytes {
-            self.publish_scrub(|scrub| scrub.at_bytes = at_bytes);
-        }
-        let due = self.scrubs.take_due(now);
-        self.log_differences(due);
-        if is_time_to_log {
-            self.logged = now;
-        }
     }
 }

@@ -193,7 +193,7 @@ impl Serving<'_> {
                 continue;
             }
             tracing::info!(volume = %self.spec.volume, %replica, "a replica is given up");
-            self.copies[usize::from(index)] = None;
+            self.copies.end_rebuild(index);
             self.moves.end(index);
             self.rebuild_tasks.give_up(index, replica)?;
             self.publish(|engine| engine.members.retain(|member| member.replica != replica));

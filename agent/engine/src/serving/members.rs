@@ -19,7 +19,7 @@ impl Serving<'_> {
         reason: String,
         cause: DropCause,
     ) -> Result<(), EngineError> {
-        self.copies[usize::from(peer)] = None;
+        self.copies.end_rebuild(peer);
         let Some(replica) = self.replica(peer) else { return Ok(()) };
         tracing::warn!(volume = %self.spec.volume, %replica, reason, "a replica has failed");
         let view = self.view;

@@ -1,0 +1,93 @@
+//! Copies: their status, their progress and their end.
+
+use std::time::Instant;
+
+use shorthorn_control::{CopyStatus, MemberMode};
+use shorthorn_core::PeerIndex;
+use shorthorn_types::ReplicaId;
+
+use super::Serving;
+use crate::events::RebuildProgress;
+
+impl Serving<'_> {
+    pub(super) fn rebuilt(&mut self, peer: PeerIndex) {
+        self.moves.end(peer);
+        let meter = self.copies.end_rebuild(peer);
+        let Some(replica) = self.replica(peer) else { return };
+        let seconds = meter.as_ref().map_or(0.0, |meter| meter.elapsed().as_secs_f64());
+        let bytes = meter.map_or(0, |meter| meter.total_bytes());
+        tracing::info!(volume = %self.spec.volume, %replica, bytes, seconds, "a replica is a member again");
+        self.publish_member(replica, |member| {
+            member.mode = MemberMode::Member;
+            member.message.clear();
+            (member.away_since_ms, member.copy) = (None, None);
+        });
+    }
+
+    pub(super) fn resynced(&mut self) {
+        let Some(meter) = self.copies.end_resync() else { return };
+        let (bytes, seconds) = (meter.total_bytes(), meter.elapsed().as_secs_f64());
+        tracing::info!(volume = %self.spec.volume, bytes, seconds, "the members are equal");
+        self.publish(|engine| engine.resync = None);
+    }
+
+    pub(super) fn rebuild_progress(&mut self, peer: PeerIndex, progress: RebuildProgress) {
+        let Some(replica) = self.replica(peer) else { return };
+        if self.view.members.contains(replica) {
+            return; // the report came before the replica is a member
+        }
+        let (volume, now) = (&self.spec.volume, Instant::now());
+        match progress {
+            RebuildProgress::Waiting(message) => self.publish_member(replica, |member| {
+                // Nothing is copied during the pause, so the status shows the reason.
+                (member.message, member.copy) = (message, None);
+            }),
+            RebuildProgress::Copying { total_bytes, left_bytes } => {
+                let (shown, is_first) = self.copies.update_snapshots(peer, (total_bytes, left_bytes), now);
+                if is_first {
+                    tracing::info!(%volume, %replica, bytes = total_bytes, "copying snapshots to a replica");
+                }
+                self.show_copy(replica, shown, "copying its snapshots");
+            }
+            RebuildProgress::Rebuilding { missing_bytes, is_copy } => {
+                tracing::info!(%volume, %replica, bytes = missing_bytes, is_copy, "rebuilding a replica");
+                let shown = self.copies.begin_rebuild(peer, missing_bytes, now);
+                self.show_copy(replica, shown, "copying its out-of-sync regions");
+            }
+        }
+    }
+
+    fn show_copy(&self, replica: ReplicaId, shown: CopyStatus, message: &str) {
+        self.publish_member(replica, |member| {
+            member.mode = MemberMode::Rebuilding;
+            message.clone_into(&mut member.message);
+            member.copy = Some(shown);
+        });
+    }
+
+    /// Updates the progress of copies, resyncs and scrubs.
+    pub(super) fn poll(&mut self) {
+        let progress = self.shared().read_core(|core| core.copy_progress());
+        let now = Instant::now();
+        let is_time_to_log = self.copies.begin_log(now);
+        if let Some(shown) = self.copies.update_resync(progress.resync_left_bytes, now) {
+            self.publish(|engine| engine.resync = Some(shown));
+        }
+        for (peer, left_bytes) in progress.rebuilds {
+            let Some(replica) = self.replica(peer) else { continue };
+            let Some(shown) = self.copies.update_rebuild(peer, left_bytes, now) else { continue };
+            self.publish_member(replica, |member| member.copy = Some(shown));
+            if is_time_to_log {
+                let (volume, percent) = (&self.spec.volume, shown.percent());
+                tracing::info!(
+                    %volume, %replica, percent, bytes_per_s = shown.bytes_per_s, "a replica is being rebuilt"
+                );
+            }
+        }
+        if let Some(at_bytes) = progress.scrub_at_bytes {
+            self.publish_scrub(|scrub| scrub.at_bytes = at_bytes);
+        }
+        let due = self.scrubs.take_due(now);
+        self.log_differences(due);
+    }
+}
