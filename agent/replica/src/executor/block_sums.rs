@@ -1,22 +1,17 @@
 //! The sums of blocks, and the knowledge of rot that they have shown.
 
 use std::io;
-use std::time::Instant;
 
 use shorthorn_replica_core::KnownRot;
 use shorthorn_store::{BlockSumsFile, LostBlocks, sum_of_zeroes};
 
 use super::sum_file::SumFile;
-use super::sum_job::SumJob;
-use super::sum_schedule::SumSchedule;
 use crate::limits::SLOTS;
 
-/// The parts that compute, store and compare the sums of blocks.
+/// The parts that store and compare the sums of blocks.
 #[derive(Debug)]
 pub(crate) struct BlockSums {
     pub(super) pages: SumFile,
-    pub(super) schedule: SumSchedule,
-    pub(super) job: SumJob,
     pub(super) waiting: WaitingSlots,
     /// Modifications that wait for pages of sums with rot.
     pub(super) unkept: WaitingSlots,
@@ -34,12 +29,10 @@ pub(crate) struct BlockSums {
 }
 
 impl BlockSums {
-    /// Sums blocks at this rate per second. With 0, or without a file, no block is summed.
-    pub fn new(file: Option<BlockSumsFile>, bytes_per_s: u64) -> io::Result<BlockSums> {
+    /// Keeps sums in the file. Without one, no block is summed.
+    pub fn new(file: Option<BlockSumsFile>) -> io::Result<BlockSums> {
         Ok(BlockSums {
-            schedule: SumSchedule::new(file.is_some(), bytes_per_s, Instant::now()),
             pages: SumFile::new(file)?,
-            job: SumJob::new(),
             waiting: WaitingSlots::new(),
             unkept: WaitingSlots::new(),
             known: KnownRot::default(),

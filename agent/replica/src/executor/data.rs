@@ -130,7 +130,7 @@ impl Executor {
         ring: &mut Ring,
     ) {
         self.requests.ended(slot);
-        if slot == SUM_SLOT && self.block_sums.job.is_void() {
+        if slot == SUM_SLOT && self.sum_job.is_void() {
             // An operation on the directory may have changed the layers meanwhile.
             self.requests.fail(slot, Errno::IO);
             return self.continue_request(slot, kind, ring);

@@ -41,7 +41,7 @@ impl Executor {
             return Err(ReplicaError::TooLarge(size_bytes));
         }
         self.void_job();
-        self.block_sums.schedule.search_again();
+        self.sum_schedule.search_again();
         let grown = self.stage_grown(Regions::of(size_bytes))?;
         let expanded = self.store.expand(size_bytes);
         self.look_at_store();

@@ -1,5 +1,7 @@
 //! Loads the state that a replica keeps beside the data from its directory.
 
+use std::time::Instant;
+
 use shorthorn_regions::{PageDamage, SetKey};
 use shorthorn_replica_core::{ReplicaState, Started, StoredFiles, SumsFound};
 use shorthorn_store::{BlockSumsFile, Store};
@@ -9,6 +11,7 @@ use shorthorn_views::ReplicaViews;
 use super::block_sums::BlockSums;
 use super::region_sets::RegionSets;
 use super::steps::Shelf;
+use super::sum_schedule::SumSchedule;
 use crate::error::ReplicaError;
 use crate::state::{Owner, holds_data};
 
@@ -18,10 +21,12 @@ pub(crate) struct Loaded {
     pub(super) state: ReplicaState,
     pub(super) region_sets: RegionSets,
     pub(super) block_sums: BlockSums,
+    pub(super) sum_schedule: SumSchedule,
 }
 
 impl Loaded {
-    /// Loads the state of `owner` from its directory: see [`ReplicaState::start`].
+    /// Loads the state of `owner` from its directory: see [`ReplicaState::start`]. Blocks will be summed at
+    /// this rate per second; with 0, no block is.
     ///
     /// # Errors
     /// If the files cannot be read or made.
@@ -42,7 +47,8 @@ impl Loaded {
         }
         damages.iter().for_each(|(key, damages)| report_damages(*key, damages));
         let sums_file = open_sums(store, &mut state)?;
-        let mut block_sums = BlockSums::new(sums_file, sum_bytes_per_s)
+        let sum_schedule = SumSchedule::new(sums_file.is_some(), sum_bytes_per_s, Instant::now());
+        let mut block_sums = BlockSums::new(sums_file)
             .map_err(|source| ReplicaError::system("map memory for sums of blocks", source))?;
         block_sums.load_lost(store)?;
         open_sets(store, &state, &mut region_sets)?;
@@ -53,7 +59,7 @@ impl Loaded {
                  be equal"
             );
         }
-        Ok(Loaded { state, region_sets, block_sums })
+        Ok(Loaded { state, region_sets, block_sums, sum_schedule })
     }
 
     /// Returns the state with which the replica can serve.

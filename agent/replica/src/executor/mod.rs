@@ -61,6 +61,8 @@ use self::region_sets::RegionSets;
 pub(crate) use self::requests::reads_data;
 use self::requests::{Requests, SUM_SLOT, Work};
 use self::steps::Shelf;
+use self::sum_job::SumJob;
+use self::sum_schedule::SumSchedule;
 use self::zeroes::ZeroJobs;
 use crate::limits::{REQUEST_BLOCKS_MAX, SLOTS};
 use crate::state::Owner;
@@ -95,6 +97,8 @@ pub(crate) struct Executor {
     region_sets: RegionSets,
     layer_sums: CachedLayerSums,
     block_sums: BlockSums,
+    sum_schedule: SumSchedule,
+    sum_job: SumJob,
 }
 
 impl Executor {
@@ -103,7 +107,7 @@ impl Executor {
     /// # Errors
     /// No memory is available for the buffers.
     pub fn new(store: Store, owner: Owner, loaded: Loaded) -> io::Result<Executor> {
-        let Loaded { state, region_sets, block_sums } = loaded;
+        let Loaded { state, region_sets, block_sums, sum_schedule } = loaded;
         Ok(Executor {
             store,
             owner,
@@ -121,6 +125,8 @@ impl Executor {
             region_sets,
             layer_sums: CachedLayerSums::default(),
             block_sums,
+            sum_schedule,
+            sum_job: SumJob::new(),
         })
     }
 

@@ -21,7 +21,7 @@ impl Executor {
     /// more, and it has to be summed again.
     pub(super) fn sums_follow(&mut self, slot: u16, range: ByteRange) {
         if self.block_sums.pages.is_kept() {
-            self.block_sums.schedule.wake_at(|| Instant::now() + SUM_LOOK_INTERVAL);
+            self.sum_schedule.wake_at(|| Instant::now() + SUM_LOOK_INTERVAL);
         }
         let is_discard = self.work(slot).header.opcode == Opcode::Discard;
         // A discard leaves blocks that it covers in part as they are.

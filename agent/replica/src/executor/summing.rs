@@ -30,7 +30,7 @@ use crate::limits::{
 impl Executor {
     /// Returns the time until [`Executor::sum`] has work, unless an event comes before.
     pub fn sums_pause(&self) -> Option<Duration> {
-        let next_at = self.block_sums.schedule.next_at().filter(|_| !self.is_summing())?;
+        let next_at = self.sum_schedule.next_at().filter(|_| !self.is_summing())?;
         Some(next_at.saturating_duration_since(Instant::now()))
     }
 
@@ -39,7 +39,7 @@ impl Executor {
         if !self.block_sums.pages.is_kept() || self.state.failure().is_some() {
             return self.drop_job();
         }
-        while let Some(job) = self.block_sums.job.run() {
+        while let Some(job) = self.sum_job.run() {
             if job.is_void && !job.is_in_ring() {
                 self.end_job(job);
                 return;
@@ -54,7 +54,7 @@ impl Executor {
                 return;
             }
         }
-        if self.block_sums.schedule.next_at().is_some_and(|at| at <= Instant::now()) {
+        if self.sum_schedule.next_at().is_some_and(|at| at <= Instant::now()) {
             self.begin_sums(ring);
             if self.is_summing() {
                 self.sum(ring);
@@ -64,22 +64,22 @@ impl Executor {
 
     /// Drops the job, because the replica has failed, or sums are not kept any more.
     fn drop_job(&mut self) {
-        if self.block_sums.job.run().is_some_and(|job| !job.is_in_ring()) {
-            self.block_sums.job.end();
+        if self.sum_job.run().is_some_and(|job| !job.is_in_ring()) {
+            self.sum_job.end();
         }
-        self.block_sums.schedule.stop();
+        self.sum_schedule.stop();
     }
 
     /// Looks for regions to sum, and begins with them.
     fn begin_sums(&mut self, ring: &mut Ring) {
         if self.store.is_copying() {
-            return self.block_sums.schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL);
+            return self.sum_schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL);
         }
-        if let Some(from) = self.block_sums.schedule.search_from() {
+        if let Some(from) = self.sum_schedule.search_from() {
             return self.search(from);
         }
         let intent_log = self.state.intent_log();
-        let cursor = self.block_sums.schedule.cursor();
+        let cursor = self.sum_schedule.cursor();
         match intent_log.next_to_sum(cursor).or_else(|| intent_log.next_to_sum(0)) {
             Some(region) => self.begin_run(region),
             None => self.wait_for_regions(ring),
@@ -89,10 +89,10 @@ impl Executor {
     /// Waits until there are regions to sum.
     fn wait_for_regions(&mut self, ring: &mut Ring) {
         match self.state.intent_log().wants_sums() {
-            true => self.block_sums.schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL),
-            false => self.block_sums.schedule.stop(),
+            true => self.sum_schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL),
+            false => self.sum_schedule.stop(),
         }
-        if self.block_sums.schedule.take_news() {
+        if self.sum_schedule.take_news() {
             // Sums made before count after the end of the process too.
             self.write_stale_pages(ring);
         }
@@ -102,7 +102,7 @@ impl Executor {
     fn begin_run(&mut self, region: u32) {
         let free_bytes = self.store.free_bytes();
         if free_bytes.is_some_and(|free| free < SUM_FREE_BYTES_MIN) {
-            return self.block_sums.schedule.wait_until(Instant::now() + SUM_SPACE_INTERVAL);
+            return self.sum_schedule.wait_until(Instant::now() + SUM_SPACE_INTERVAL);
         }
         let regions = self.state.intent_log().regions();
         let bytes = regions.range(region);
@@ -111,12 +111,12 @@ impl Executor {
         let end_bytes = bytes.end().max(page_end.min(regions.size_bytes()));
         let unit = ByteRange::new(bytes.offset(), end_bytes - bytes.offset()).unwrap_or(bytes);
         let run = regions.touched(unit);
-        self.block_sums.schedule.advance(run.end);
+        self.sum_schedule.advance(run.end);
         // The engine has said that nothing is in flight there; it costs little to look.
         if self.requests.is_modified(unit) || !self.state.intent_log_mut().begin_sums(run) {
-            return self.block_sums.schedule.pause(unit.length(), true, Instant::now());
+            return self.sum_schedule.pause(unit.length(), true, Instant::now());
         }
-        self.block_sums.job.begin(unit);
+        self.sum_job.begin(unit);
     }
 
     /// Searches the regions that hold data, which are unknown at the start.
@@ -127,15 +127,15 @@ impl Executor {
                 for (first, count) in runs {
                     self.state.intent_log_mut().want_sums(first..first + count);
                 }
-                self.block_sums.schedule.searched_to(next);
-                self.block_sums.schedule.wait_until(Instant::now() + SUM_SEARCH_PAUSE);
+                self.sum_schedule.searched_to(next);
+                self.sum_schedule.wait_until(Instant::now() + SUM_SEARCH_PAUSE);
             }
             Err(error) => {
                 tracing::warn!(
                     %error,
                     "cannot determine the regions that hold data: blocks get checksums when they are written"
                 );
-                self.block_sums.schedule.searched_to(None);
+                self.sum_schedule.searched_to(None);
             }
         }
     }
@@ -145,10 +145,10 @@ impl Executor {
         let page_end = ((job.at_bytes / SUM_PAGE_SPAN_BYTES + 1) * SUM_PAGE_SPAN_BYTES).min(job.end_bytes);
         let Some(piece) = self.next_sum_piece(job.at_bytes, page_end) else {
             let number = (page_end - 1) / SUM_PAGE_SPAN_BYTES;
-            self.block_sums.job.store(number, page_end);
+            self.sum_job.store(number, page_end);
             return true;
         };
-        self.block_sums.job.read(piece);
+        self.sum_job.read(piece);
         let length_bytes = u32::try_from(piece.length()).unwrap_or(0);
         self.assign(SUM_SLOT, Header::request(Opcode::Read, 0, piece.offset(), length_bytes));
         if let Err(errno) = self.start_read(SUM_SLOT, piece, ring) {
@@ -196,7 +196,7 @@ impl Executor {
 
     /// Handles the end of the read of a piece.
     pub(super) fn sum_read(&mut self, outcome: OperationResult) {
-        self.block_sums.job.set_step(SummingStep::Read(outcome));
+        self.sum_job.set_step(SummingStep::Read(outcome));
     }
 
     /// Makes the sums of a piece that was read.
@@ -212,14 +212,14 @@ impl Executor {
             let intent_log = self.state.intent_log_mut();
             let regions = intent_log.regions().touched(blocks);
             intent_log.leave_out_of_sums(&regions);
-            self.block_sums.job.skip_unreadable();
+            self.sum_job.skip_unreadable();
             return true;
         }
         for block in block_ranges(blocks) {
             let sum = block_sum(self.buffers.part(SUM_SLOT, blocks.offset(), block).crc32c());
-            self.block_sums.job.add(block, sum);
+            self.sum_job.add(block, sum);
         }
-        self.block_sums.job.set_step(SummingStep::Next);
+        self.sum_job.set_step(SummingStep::Next);
         true
     }
 
@@ -230,24 +230,23 @@ impl Executor {
             let block = number * BLOCKS_PER_SUM_PAGE as u64 + place as u64;
             let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES);
             let may_be_new = range.is_ok_and(|range| self.may_have_new_sums(range));
-            let BlockSums { pages, job, known, .. } = &mut self.block_sums;
-            let sum = job.sum(place);
+            let BlockSums { pages, known, .. } = &mut self.block_sums;
+            let sum = self.sum_job.sum(place);
             if sum == SUM_UNKNOWN {
                 continue;
             }
             if known.has(block) {
-                job.add_known(block, sum);
+                self.sum_job.add_known(block, sum);
             } else if !may_be_new {
                 continue; // the block may have rot that was not found yet
             }
             pages.sums_mut(at).set(place, known.sum_to_store(block, sum));
         }
-        let BlockSums { pages, job, .. } = &mut self.block_sums;
-        if !pages.write(at, number, &mut self.in_flight, ring) {
+        if !self.block_sums.pages.write(at, number, &mut self.in_flight, ring) {
             return false;
         }
-        job.clear();
-        job.set_step(SummingStep::Writing);
+        self.sum_job.clear();
+        self.sum_job.set_step(SummingStep::Writing);
         false
     }
 
@@ -266,7 +265,7 @@ impl Executor {
             // The page was to be durable: the reported error may be about other data.
             self.fail(&format!("sums of blocks could not be stored: {errno}"));
         }
-        if let Some(job) = self.block_sums.job.run().filter(|job| job.step == SummingStep::Writing) {
+        if let Some(job) = self.sum_job.run().filter(|job| job.step == SummingStep::Writing) {
             self.sums_are_stored(job, well, is_wanted);
         }
         // Modifications come first: comparisons would take the entries of their pages.
@@ -280,37 +279,37 @@ impl Executor {
             self.state.intent_log_mut().end_sums(false);
             self.end_job(job);
             if !well {
-                self.block_sums.schedule.wait_until(Instant::now() + SUM_SPACE_INTERVAL);
+                self.sum_schedule.wait_until(Instant::now() + SUM_SPACE_INTERVAL);
             }
         } else if job.at_bytes < job.end_bytes {
-            self.block_sums.job.set_step(SummingStep::Next);
+            self.sum_job.set_step(SummingStep::Next);
         } else {
             self.state.intent_log_mut().end_sums(true);
             self.free_known();
-            self.block_sums.schedule.record_summed();
+            self.sum_schedule.record_summed();
             self.end_job(job);
         }
     }
 
     /// Forgets known blocks that were read back sound: their durable sums count.
     fn free_known(&mut self) {
-        let mut read_back = self.block_sums.job.take_known();
+        let mut read_back = self.sum_job.take_known();
         for (block, found) in read_back.drain(..) {
             let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES);
             if range.is_ok_and(|range| self.is_summed(range)) {
                 self.block_sums.known.summed(block, found);
             }
         }
-        self.block_sums.job.give_back_known(read_back);
+        self.sum_job.give_back_known(read_back);
     }
 
     fn end_job(&mut self, job: Run) {
-        self.block_sums.job.end();
+        self.sum_job.end();
         if job.is_unreadable {
             // A disk may need seconds for each block that it cannot read.
-            return self.block_sums.schedule.wait_until(Instant::now() + SUM_SPACE_INTERVAL);
+            return self.sum_schedule.wait_until(Instant::now() + SUM_SPACE_INTERVAL);
         }
-        self.block_sums.schedule.pause(job.read_bytes, self.in_flight.is_busy(), Instant::now());
+        self.sum_schedule.pause(job.read_bytes, self.in_flight.is_busy(), Instant::now());
     }
 
     /// Returns a page of sums, if it is here; else it is being read, or will be asked for again.
@@ -347,7 +346,7 @@ impl Executor {
             }
         }
         if count > 0 {
-            self.block_sums.schedule.wake_at(Instant::now);
+            self.sum_schedule.wake_at(Instant::now);
             if !std::mem::replace(&mut self.block_sums.are_pages_reported, true) {
                 tracing::warn!(regions = count, %span, "block checksums are damaged or torn by a crash, and \
                  are recomputed; further ones are not logged");
@@ -374,7 +373,7 @@ impl Executor {
         match self.store.open_block_sums() {
             Ok(file) => {
                 self.block_sums.pages.begin(file);
-                self.block_sums.schedule.begin_again(Instant::now());
+                self.sum_schedule.begin_again(Instant::now());
                 Ok(())
             }
             Err(error) => {
@@ -392,20 +391,20 @@ impl Executor {
 
     /// Returns true if regions are being read and summed.
     pub(super) fn is_summing(&self) -> bool {
-        self.block_sums.job.run().is_some()
+        self.sum_job.run().is_some()
     }
 
     /// Drops the running sum, because its data has changed.
     pub(super) fn void_job(&mut self) {
         self.state.intent_log_mut().end_sums(false);
-        self.block_sums.job.void();
+        self.sum_job.void();
     }
 
     /// Schedules the sums of regions instead of starting them at once. A repair comes in several requests,
     /// and each needs the pages of sets of regions.
     pub(super) fn sum_soon(&mut self) {
         if self.block_sums.pages.is_kept() {
-            self.block_sums.schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL);
+            self.sum_schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL);
         }
     }
 }
@@ -459,9 +458,9 @@ mod tests {
             }
             assert!(intent_log.begin_sums(0..1));
             let block = ByteRange::new(PLACE as u64 * BLOCK_BYTES, BLOCK_BYTES).unwrap();
-            executor.block_sums.job.begin(region);
-            executor.block_sums.job.add(block, FRESH);
-            executor.block_sums.job.store(0, region.end());
+            executor.sum_job.begin(region);
+            executor.sum_job.add(block, FRESH);
+            executor.sum_job.store(0, region.end());
             if is_overtaken {
                 executor.state.intent_log_mut().admit(block);
             }
@@ -481,8 +480,8 @@ mod tests {
         let file = store.open_block_sums().unwrap();
         let mut executor = Executor::new(store, owner, loaded).unwrap();
         executor.block_sums.pages.begin(file);
-        executor.block_sums.schedule = SumSchedule::new(true, 32 << 20, Instant::now());
-        executor.block_sums.schedule.searched_to(None);
+        executor.sum_schedule = SumSchedule::new(true, 32 << 20, Instant::now());
+        executor.sum_schedule.searched_to(None);
         let intent_log = executor.state.intent_log_mut();
         intent_log.keep_unsummed(None);
         intent_log.want_sums(0..2);

@@ -436,7 +436,7 @@ fn a_repair_covers_all_pages_of_the_regions_that_it_touches() {
 /// Executes the run of sums that is due now.
 fn sum_now(executor: &mut Executor, ring: &mut Ring) {
     let mut completions = Vec::new();
-    executor.block_sums.schedule.wait_until(Instant::now());
+    executor.sum_schedule.wait_until(Instant::now());
     executor.sum(ring);
     assert!(executor.is_summing());
     while executor.is_summing() {
