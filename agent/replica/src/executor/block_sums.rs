@@ -1,31 +1,48 @@
 //! The sums of blocks, and the knowledge of rot that they have shown.
+//!
+//! [`BlockSums`] decides by the sums whether a block is sound. It does not know which requests there are.
+
+mod lost;
+mod rot;
 
 use std::io;
 
+use shorthorn_regions::WriteIntentLog;
 use shorthorn_replica_core::KnownRot;
-use shorthorn_store::{BlockSumsFile, LostBlocks, sum_of_zeroes};
+use shorthorn_ring::Ring;
+use shorthorn_store::{
+    BLOCKS_PER_SUM_PAGE, BlockSumsFile, LostBlocks, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, sum_of_zeroes,
+};
+use shorthorn_types::ByteRange;
+use shorthorn_types::limits::BLOCK_BYTES;
 
+pub(crate) use self::lost::{NotRecorded, is_rot_of_head};
+pub(crate) use self::rot::Modification;
+use super::block::{block_ranges, number_in_page, number_of};
+use super::in_flight::InFlight;
 use super::sum_file::SumFile;
-use crate::limits::SLOTS;
+use super::sum_job::SumJob;
+use crate::limits::{REPORTED_ROTTEN_MAX, SLOTS};
 
 /// The parts that store and compare the sums of blocks.
 #[derive(Debug)]
 pub(crate) struct BlockSums {
-    pub(super) pages: SumFile,
-    pub(super) waiting: WaitingSlots,
+    pages: SumFile,
+    /// Reads that wait for pages of sums, to be compared.
+    waiting: WaitingSlots,
     /// Modifications that wait for pages of sums with rot.
-    pub(super) unkept: WaitingSlots,
+    unkept: WaitingSlots,
     /// Sums of blocks beside rot; requests are distinguished by their slots.
-    pub(super) known: KnownRot<u16>,
+    known: KnownRot<u16>,
     /// Blocks without any sound copy, as the directory records them.
-    pub(super) lost: LostBlocks,
+    lost: LostBlocks,
     /// The sum of a block of zeroes.
-    pub(super) zero_sum: u32,
+    zero_sum: u32,
     /// The number of times that a request has found rot.
-    pub(super) rotten: u64,
+    rotten: u64,
     /// The number of times that a page with rot was not tracked: see [`KnownRot`].
-    pub(super) untracked: u64,
-    pub(super) are_pages_reported: bool,
+    untracked: u64,
+    are_pages_reported: bool,
 }
 
 impl BlockSums {
@@ -43,11 +60,221 @@ impl BlockSums {
             are_pages_reported: false,
         })
     }
+
+    /// Returns true if sums are kept.
+    pub fn is_kept(&self) -> bool {
+        self.pages.is_kept()
+    }
+
+    /// Returns the sum of a block of zeroes.
+    pub fn zero_sum(&self) -> u32 {
+        self.zero_sum
+    }
+
+    /// Returns true if data may differ from a sum: a read has to be compared.
+    pub fn may_show_rot(&self) -> bool {
+        self.pages.is_kept() || !self.known.is_empty()
+    }
+
+    /// Returns the sum of the block, if it counts, and its page is in memory.
+    pub fn kept_sum(&self, block: ByteRange, intent_log: &WriteIntentLog) -> Option<u32> {
+        let page = self.pages.peek(block.offset() / SUM_PAGE_SPAN_BYTES);
+        let counts = page.filter(|_| is_summed(block, intent_log));
+        counts.map(|sums| sums.sum(number_in_page(block))).filter(|sum| *sum != SUM_UNKNOWN)
+    }
+
+    /// Returns the blocks of `range` whose sums count, and these. Their page is in memory.
+    fn kept_sums_of(&self, range: ByteRange, intent_log: &WriteIntentLog) -> Vec<(u64, u32)> {
+        let sum_of = |block| Some((number_of(block), self.kept_sum(block, intent_log)?));
+        block_ranges(range).filter_map(sum_of).collect()
+    }
+
+    /// Returns true if the block, whose data has the sum `found`, is rotten.
+    pub fn is_rotten(
+        &self,
+        block: ByteRange,
+        found: impl FnOnce() -> u32,
+        intent_log: &WriteIntentLog,
+    ) -> bool {
+        if self.known.has(number_of(block)) {
+            return self.known.is_rotten(number_of(block), found()).unwrap_or(false);
+        }
+        self.kept_sum(block, intent_log).is_some_and(|kept| kept != found())
+    }
+
+    /// Returns true if a sum that counts has decided that the block, whose data has the sum `found`, is not
+    /// rotten.
+    pub fn confirms(
+        &self,
+        block: ByteRange,
+        found: impl FnOnce() -> u32,
+        intent_log: &WriteIntentLog,
+    ) -> bool {
+        if self.known.has(number_of(block)) {
+            return self.known.confirms(number_of(block), found());
+        }
+        self.kept_sum(block, intent_log).is_some()
+    }
+
+    /// Returns true if this is the sum of the block, and counts. The page with it may not be in memory.
+    pub fn counts_on_disk(&self, block: ByteRange, sum: u32, intent_log: &WriteIntentLog) -> bool {
+        let is_known = || self.known.confirms(number_of(block), sum);
+        is_summed(block, intent_log) && (self.kept_sum(block, intent_log) == Some(sum) || is_known())
+    }
+
+    /// Logs a rotten block that a request has found, unless many were logged.
+    pub fn report_rotten(&mut self, block: ByteRange) {
+        self.rotten += 1;
+        if self.rotten <= REPORTED_ROTTEN_MAX {
+            tracing::error!(%block, "a block is not as it was stored: the disk has lost or changed it");
+        }
+        if self.rotten == REPORTED_ROTTEN_MAX {
+            tracing::error!("more blocks that are not as they were stored are answered but not logged");
+        }
+    }
+
+    /// Logs the first page without valid sums.
+    pub fn report_unknown_page(&mut self, regions: u32, span: ByteRange) {
+        if !std::mem::replace(&mut self.are_pages_reported, true) {
+            tracing::warn!(regions, %span, "block checksums are damaged or torn by a crash, and \
+             are recomputed; further ones are not logged");
+        }
+    }
+
+    /// Adds the sums that the job has made to those of page `number`, which is at `at`.
+    pub fn adopt(&mut self, at: usize, number: u64, job: &mut SumJob, intent_log: &WriteIntentLog) {
+        for place in 0..BLOCKS_PER_SUM_PAGE {
+            let block = number * BLOCKS_PER_SUM_PAGE as u64 + place as u64;
+            let sum = job.sum(place);
+            if sum == SUM_UNKNOWN {
+                continue;
+            }
+            if self.known.has(block) {
+                job.add_known(block, sum);
+            } else if !may_have_new_sum(block, intent_log) {
+                continue; // the block may have rot that was not found yet
+            }
+            self.pages.sums_mut(at).set(place, self.known.sum_to_store(block, sum));
+        }
+    }
+
+    /// Ends the series: its sums do not count any more, and lost blocks stay known. Returns false if no sums
+    /// were kept.
+    pub fn retire(&mut self, in_flight: &InFlight) -> bool {
+        if self.pages.is_kept() {
+            self.known.forget_sums(self.lost.keys().copied());
+        }
+        let was_kept = self.pages.retire(in_flight);
+        if was_kept {
+            self.known.forget_pages();
+        }
+        was_kept
+    }
+
+    /// Begins a series after the last one was retired.
+    pub fn begin(&mut self, file: BlockSumsFile) {
+        self.pages.begin(file);
+    }
 }
 
-/// Requests that wait for pages of sums. Those in `waiting` have read their data.
+/// Pages: see [`SumFile`].
+impl BlockSums {
+    /// Returns the place of a page, if it is in memory; else it is being read, or will be asked for again.
+    pub fn load_page(&mut self, number: u64, in_flight: &mut InFlight, ring: &mut Ring) -> Option<usize> {
+        self.pages.load(number, in_flight, ring)
+    }
+
+    /// Loads a page for a read that is compared, which may take more memory.
+    pub fn load_page_for_read(&mut self, number: u64, in_flight: &mut InFlight, ring: &mut Ring) {
+        self.pages.load_for_read(number, in_flight, ring);
+    }
+
+    /// Begins an interrupted read of a page again. Returns false if the page is not needed any more.
+    pub fn read_page_again(&self, at: usize, in_flight: &mut InFlight, ring: &mut Ring) -> bool {
+        self.pages.read_again(at, in_flight, ring)
+    }
+
+    /// Ends the read of a page after `count` bytes. Returns its number, and whether it has valid sums; none
+    /// if the page is not needed any more.
+    pub fn page_loaded(&mut self, at: usize, count: usize, in_flight: &InFlight) -> Option<(u64, bool)> {
+        self.pages.loaded(at, count, in_flight)
+    }
+
+    /// Begins the write of a page, durably. False if it is being written already, or is not in memory.
+    pub fn write_page(&mut self, at: usize, number: u64, in_flight: &mut InFlight, ring: &mut Ring) -> bool {
+        self.pages.write(at, number, in_flight, ring)
+    }
+
+    /// Ends the write of a page. After a failure it is read again before it is used. Returns false if it is
+    /// not needed any more.
+    pub fn page_written(&mut self, at: usize, well: bool, in_flight: &InFlight) -> bool {
+        self.pages.written(at, well, in_flight)
+    }
+
+    /// Marks a page as used. Returns true if its content is in memory.
+    pub fn touch_page(&mut self, number: u64) -> bool {
+        self.pages.touch(number)
+    }
+
+    /// Frees memory of pages that reads do not use any more.
+    pub fn release_unused_pages(&mut self) {
+        self.pages.release_unused();
+    }
+}
+
+/// Requests that wait for pages.
+impl BlockSums {
+    /// Adds a request whose read data is compared when its pages of sums are here.
+    pub fn compare_later(&mut self, slot: u16) {
+        self.waiting.add(slot);
+    }
+
+    /// Takes the requests that wait to be compared. The list comes back by
+    /// [`BlockSums::give_back_comparisons`].
+    pub fn take_comparisons(&mut self) -> Vec<u16> {
+        self.waiting.take()
+    }
+
+    pub fn give_back_comparisons(&mut self, retried: Vec<u16>) {
+        self.waiting.give_back(retried);
+    }
+
+    /// Adds a modification that is started again when a page of sums is here.
+    pub fn modify_later(&mut self, slot: u16) {
+        self.unkept.add(slot);
+    }
+
+    /// Takes the modifications that wait. The list comes back by [`BlockSums::give_back_modifications`].
+    pub fn take_modifications(&mut self) -> Vec<u16> {
+        self.unkept.take()
+    }
+
+    pub fn give_back_modifications(&mut self, retried: Vec<u16>) {
+        self.unkept.give_back(retried);
+    }
+}
+
+/// Returns true if the sum of the block counts.
+pub(super) fn is_summed(block: ByteRange, intent_log: &WriteIntentLog) -> bool {
+    let mut regions = intent_log.regions().touched(block);
+    !regions.is_empty() && regions.all(|region| intent_log.is_summed(region))
+}
+
+/// Returns true if `range` touches a region whose sums count.
+pub(super) fn touches_summed(range: ByteRange, intent_log: &WriteIntentLog) -> bool {
+    intent_log.regions().touched(range).any(|region| intent_log.is_summed(region))
+}
+
+fn may_have_new_sum(block: u64, intent_log: &WriteIntentLog) -> bool {
+    let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES);
+    range.is_ok_and(|block| {
+        intent_log.regions().touched(block).all(|region| intent_log.may_have_new_sums(region))
+    })
+}
+
+/// Requests that wait for pages of sums.
 #[derive(Debug)]
-pub(super) struct WaitingSlots {
+struct WaitingSlots {
     waiting: Vec<u16>,
     /// Requests that are examined again.
     retried: Vec<u16>,
@@ -58,25 +285,44 @@ impl WaitingSlots {
         WaitingSlots { waiting: Vec::with_capacity(SLOTS), retried: Vec::with_capacity(SLOTS) }
     }
 
-    pub fn add(&mut self, slot: u16) {
+    fn add(&mut self, slot: u16) {
         self.waiting.push(slot);
     }
 
     /// Takes all that wait, to examine them again. The list comes back by [`WaitingSlots::give_back`].
-    pub fn take(&mut self) -> Vec<u16> {
+    fn take(&mut self) -> Vec<u16> {
         let empty = std::mem::take(&mut self.retried);
         std::mem::replace(&mut self.waiting, empty)
     }
 
-    pub fn give_back(&mut self, retried: Vec<u16>) {
+    fn give_back(&mut self, retried: Vec<u16>) {
         debug_assert!(retried.is_empty());
         self.retried = retried;
     }
 }
 
+/// The parts, for tests of the executor that bring about a state.
+#[cfg(test)]
+impl BlockSums {
+    pub fn pages(&mut self) -> &mut SumFile {
+        &mut self.pages
+    }
+
+    pub fn known(&mut self) -> &mut KnownRot<u16> {
+        &mut self.known
+    }
+
+    pub fn lost(&mut self) -> &mut LostBlocks {
+        &mut self.lost
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use shorthorn_store::SUM_PAGE_BYTES;
+
     use super::*;
+    use crate::executor::tests::new_store;
 
     #[test]
     fn checks_that_wait_again_are_kept_while_others_are_examined() {
@@ -88,5 +334,35 @@ mod tests {
         waiting.add(4);
         waiting.give_back(Vec::new());
         assert_eq!(waiting.take(), [4]);
+    }
+
+    #[test]
+    fn a_sum_decides_if_its_region_is_summed_and_a_known_block_decides_before_it() {
+        let temp = tempfile::tempdir().unwrap();
+        let (mut store, _, mut loaded) = new_store(&temp.path().join("replica"));
+        let mut sums = BlockSums::new(Some(store.open_block_sums().unwrap())).unwrap();
+        let (mut in_flight, mut ring) = (InFlight::default(), Ring::new(16).unwrap());
+        assert_eq!(sums.load_page(0, &mut in_flight, &mut ring), None);
+        let mut completions = Vec::new();
+        ring.wait(None, &mut completions).unwrap();
+        in_flight.ended_for_sums();
+        let at = usize::from(completions[0].token.index);
+        assert_eq!(sums.page_loaded(at, SUM_PAGE_BYTES, &in_flight), Some((0, false)), "it is new");
+        sums.pages.sums_mut(at).set(3, 7);
+        let [summed, unsummed] =
+            [3, 4].map(|block| ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap());
+        let intent_log = loaded.state.intent_log_mut();
+        intent_log.keep_unsummed(None);
+        assert_eq!(sums.kept_sum(summed, intent_log), None, "its region is not summed");
+        assert!(!sums.is_rotten(summed, || 8, intent_log) && !sums.confirms(summed, || 7, intent_log));
+        intent_log.want_sums(0..1);
+        assert!(intent_log.begin_sums(0..1));
+        intent_log.end_sums(true);
+        assert_eq!([summed, unsummed].map(|block| sums.kept_sum(block, intent_log)), [Some(7), None]);
+        assert_eq!([7, 8].map(|sum| sums.is_rotten(summed, || sum, intent_log)), [false, true]);
+        assert!(sums.confirms(summed, || 7, intent_log) && !sums.confirms(unsummed, || 7, intent_log));
+        assert!(sums.known.keep_some([(3, 9)]));
+        assert_eq!([7, 9].map(|sum| sums.is_rotten(summed, || sum, intent_log)), [true, false]);
+        assert_eq!([7, 9].map(|sum| sums.confirms(summed, || sum, intent_log)), [false, true]);
     }
 }

@@ -5,19 +5,19 @@
 //! meanwhile, are not compared.
 
 use shorthorn_ring::Ring;
-use shorthorn_store::{BlockSource, FileIndex, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, block_sum};
+use shorthorn_store::{BlockSource, FileIndex, SUM_PAGE_SPAN_BYTES, block_sum};
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{Header, Opcode};
 
 use super::Executor;
-use super::block::{block_ranges, number_in_page, number_of};
+use super::block::block_ranges;
+use super::block_sums::is_summed;
 use super::requests::{Work, layer_of};
-use crate::limits::REPORTED_ROTTEN_MAX;
 
 impl Executor {
     /// Begins the check of the request in the slot, which begins to read.
     pub(super) fn begin_check(&mut self, slot: u16) {
-        if self.block_sums.pages.is_kept() || !self.block_sums.known.is_empty() {
+        if self.block_sums.may_show_rot() {
             self.requests.begin_check(slot);
         }
     }
@@ -26,7 +26,7 @@ impl Executor {
     pub(super) fn data_read(&mut self, slot: u16, ring: &mut Ring) {
         if !self.finish_if_compared(slot) {
             self.load_sums_for(slot, ring);
-            self.block_sums.waiting.add(slot);
+            self.block_sums.compare_later(slot);
         }
     }
 
@@ -43,8 +43,8 @@ impl Executor {
         }
         self.requests.end_check(slot);
         if let Some(block) = rotten {
-            self.know_rot(block);
-            self.report_rotten(block);
+            self.block_sums.know_rot(block, self.state.intent_log());
+            self.block_sums.report_rotten(block);
         }
         if wants_check {
             self.answered(slot, rotten);
@@ -57,14 +57,8 @@ impl Executor {
     /// decides about the data of the volume by that, and not by the checks of layers.
     fn answered(&mut self, slot: u16, rotten: Option<ByteRange>) {
         let Work { header, blocks, .. } = *self.work(slot);
-        if !matches!(header.opcode, Opcode::Read | Opcode::Verify) || self.block_sums.known.is_empty() {
-            return;
-        }
-        match rotten {
-            Some(block) => self.block_sums.known.reported(number_of(block)),
-            None => {
-                block_ranges(blocks).for_each(|block| self.block_sums.known.found_sound(number_of(block)))
-            }
+        if matches!(header.opcode, Opcode::Read | Opcode::Verify) {
+            self.block_sums.answered(blocks, rotten);
         }
     }
 
@@ -90,14 +84,14 @@ impl Executor {
     fn has_sums_for(&mut self, slot: u16) -> bool {
         let mut has_all = true;
         for page in self.first_pages_for(slot).into_iter().flatten() {
-            has_all &= self.block_sums.pages.touch(page);
+            has_all &= self.block_sums.touch_page(page);
         }
         has_all
     }
 
     fn load_sums_for(&mut self, slot: u16, ring: &mut Ring) {
         for page in self.first_pages_for(slot).into_iter().flatten() {
-            self.block_sums.pages.load_for_read(page, &mut self.in_flight, ring);
+            self.block_sums.load_page_for_read(page, &mut self.in_flight, ring);
         }
     }
 
@@ -149,12 +143,8 @@ impl Executor {
 
     /// Returns true if a sum that counts has decided that the block is not rotten.
     fn is_block_confirmed(&self, slot: u16, blocks: ByteRange, block: ByteRange) -> bool {
-        let number = number_of(block);
-        if self.block_sums.known.has(number) {
-            let found = block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
-            return self.block_sums.known.confirms(number, found);
-        }
-        self.kept_sum(block) != SUM_UNKNOWN
+        let found = || block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
+        self.block_sums.confirms(block, found, self.state.intent_log())
     }
 
     /// Returns true if a reader sees this file's data in the block, or zeroes because no file has it. It may
@@ -175,45 +165,23 @@ impl Executor {
 
     fn is_rotten(&self, slot: u16, blocks: ByteRange, block: ByteRange) -> bool {
         let found = || block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
-        if self.block_sums.known.has(number_of(block)) {
-            return self.block_sums.known.is_rotten(number_of(block), found()).unwrap_or(false);
-        }
-        let kept = self.kept_sum(block);
-        kept != SUM_UNKNOWN && kept != found()
-    }
-
-    pub(super) fn kept_sum(&self, block: ByteRange) -> u32 {
-        let page = self.block_sums.pages.peek(block.offset() / SUM_PAGE_SPAN_BYTES);
-        let counts = page.filter(|_| self.is_summed(block));
-        counts.map_or(SUM_UNKNOWN, |sums| sums.sum(number_in_page(block)))
+        self.block_sums.is_rotten(block, found, self.state.intent_log())
     }
 
     /// Returns true if the sum of the block counts.
     pub(super) fn is_summed(&self, block: ByteRange) -> bool {
-        let intent_log = self.state.intent_log();
-        let mut regions = intent_log.regions().touched(block);
-        !regions.is_empty() && regions.all(|region| intent_log.is_summed(region))
-    }
-
-    fn report_rotten(&mut self, block: ByteRange) {
-        self.block_sums.rotten += 1;
-        if self.block_sums.rotten <= REPORTED_ROTTEN_MAX {
-            tracing::error!(%block, "a block is not as it was stored: the disk has lost or changed it");
-        }
-        if self.block_sums.rotten == REPORTED_ROTTEN_MAX {
-            tracing::error!("more blocks that are not as they were stored are answered but not logged");
-        }
+        is_summed(block, self.state.intent_log())
     }
 
     /// Continues comparisons after a page was loaded or a place has become free. Complete ones come first,
     /// because others would take the places of their pages.
     pub(super) fn resume_comparing(&mut self, ring: &mut Ring) {
-        let mut retried = self.block_sums.waiting.take();
+        let mut retried = self.block_sums.take_comparisons();
         retried.retain(|slot| !self.finish_if_compared(*slot));
         for slot in retried.drain(..) {
             self.load_sums_for(slot, ring);
-            self.block_sums.waiting.add(slot);
+            self.block_sums.compare_later(slot);
         }
-        self.block_sums.waiting.give_back(retried);
+        self.block_sums.give_back_comparisons(retried);
     }
 }

@@ -31,7 +31,7 @@ impl Executor {
     pub fn allocated(&self, regions: Regions, from: u32) -> Result<AllocatedRuns, StoreError> {
         let intent_log = self.state.intent_log();
         let mut others = intent_log.summed().converted(intent_log.regions(), regions);
-        for block in self.block_sums.known.blocks_in(0..u64::MAX) {
+        for block in self.block_sums.known_in(0..u64::MAX) {
             if let Ok(block) = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES) {
                 others.insert_run(regions.touched(block));
             }

@@ -3,74 +3,16 @@
 //!
 //! A block counts as lost while the record on the disk names it, whatever data it holds.
 
-use shorthorn_replica_core::{After, is_final};
-use shorthorn_store::{
-    FoundLostBlocks, LOST_BLOCKS_MAX, LostBlock, LostBlocks, Store, block_sum, sum_of_zeroes,
-};
+use shorthorn_replica_core::is_final;
+use shorthorn_store::{LOST_BLOCKS_MAX, block_sum};
 use shorthorn_types::{ByteRange, Errno};
-use shorthorn_wire::{Flags, Header, Opcode};
+use shorthorn_wire::Flags;
 
 use super::Executor;
-use super::block::{block_ranges, number_of};
-use super::block_sums::BlockSums;
+use super::block_sums::{NotRecorded, is_rot_of_head};
 use super::operation::OperationResult;
 use super::requests::Work;
 use crate::error::ReplicaError;
-
-impl BlockSums {
-    /// Loads the blocks that the directory records as lost. If the record is damaged, the replica counts as
-    /// one that has to be rebuilt.
-    pub fn load_lost(&mut self, store: &mut Store) -> Result<(), ReplicaError> {
-        match store.load_lost_blocks().map_err(ReplicaError::LostBlocksUnread)? {
-            FoundLostBlocks::Known(lost) => self.lost = lost,
-            FoundLostBlocks::Damaged => {
-                tracing::error!(
-                    "the record of lost blocks (shorthorn.lost-blocks) is damaged, and this replica cannot \
-                     distinguish rot from data. Rebuild the replica; if it is the last one, salvage it"
-                );
-                store.distrust_data()?;
-            }
-        }
-        if !self.lost.is_empty() {
-            let blocks = self.lost.len();
-            tracing::warn!(
-                blocks,
-                "some blocks are lost: no replica had a sound copy when this one was made"
-            );
-        }
-        match store.record_torn_blocks(&mut self.lost) {
-            Err(error) if is_final(error.errno()) => {
-                return Err(ReplicaError::LostBlocksUnwritten(error.errno()));
-            }
-            // They count as lost in this process. They are forgotten only if another program opens the
-            // directory.
-            Err(error) => {
-                tracing::warn!(%error, "blocks that are lost and torn by a crash could not be recorded")
-            }
-            Ok(()) => {}
-        }
-        self.know_lost();
-        Ok(())
-    }
-
-    /// Records every block of the record as lost.
-    pub(super) fn know_lost(&mut self) {
-        self.known.keep_lost(self.lost.keys().copied());
-    }
-
-    /// The data of a block that gets data with the sum `given`. If every member has lost a block, a copy of
-    /// its region may write the same rot again. That does not count as other data.
-    /// Zeroes always are: a client that clears a block ends its record.
-    pub(super) fn after(&self, block: u64, given: u32) -> After {
-        let is_same_rot = self.lost.get(&block).is_some_and(|lost| lost.copied() == given);
-        if is_same_rot && given != sum_of_zeroes() { After::Rot } else { After::Sum(given) }
-    }
-}
-
-/// Returns true if the request writes rot to the head.
-pub(super) fn is_rot_of_head(header: &Header) -> bool {
-    header.opcode == Opcode::Write && header.flags.has(Flags::ROTTEN)
-}
 
 impl Executor {
     /// A copy begins: blocks of layers that are recreated are not lost.
@@ -79,9 +21,7 @@ impl Executor {
             self.block_sums.know_lost();
             return Ok(());
         }
-        self.block_sums.lost.keys().for_each(|block| self.block_sums.known.forget_block(*block));
-        self.block_sums.lost.clear();
-        Ok(self.store.save_lost_blocks(&self.block_sums.lost)?)
+        Ok(self.block_sums.forget_lost(&mut self.store)?)
     }
 
     /// Records the blocks of the head that a copy is about to overwrite with rot, because no member has them.
@@ -100,14 +40,8 @@ impl Executor {
     /// Records the sums of lost blocks that the request in the slot has merged with new data, and is about to
     /// write. So they stay lost after another program has had the directory open. Waits for the disk.
     pub(super) fn record_merged(&mut self, slot: u16) -> OperationResult {
-        if self.block_sums.lost.is_empty() || self.block_sums.known.merged_by(slot).next().is_none() {
-            return Ok(());
-        }
-        let mut lost = self.block_sums.lost.clone();
-        for (block, sum) in self.block_sums.known.merged_by(slot) {
-            lost.entry(block).and_modify(|lost| lost.add_merged(sum));
-        }
-        self.record_lost(lost)
+        let recorded = self.block_sums.record_merged(slot, &mut self.store);
+        self.record_ended(recorded)
     }
 
     /// The request in the slot has succeeded. Blocks that have other data now are not lost any more.
@@ -115,16 +49,15 @@ impl Executor {
         if !self.cures_lost(slot) {
             return Ok(());
         }
-        let cured: Vec<u64> = self.block_sums.known.cured_by(slot).collect();
-        self.end_records(&cured)
+        let recorded = self.block_sums.record_cured(slot, &mut self.store);
+        self.record_ended(recorded)
     }
 
     /// Returns true if the modification in the slot gives lost blocks other data, which the ring has to make
     /// durable before [`Executor::finish`]. While the replica is being copied, the record stays: another
     /// attempt drops the head, and keeps the layers.
     pub(super) fn cures_lost(&self, slot: u16) -> bool {
-        let may = !self.block_sums.lost.is_empty() && !self.store.is_copying();
-        may && self.block_sums.known.cured_by(slot).next().is_some()
+        !self.store.is_copying() && self.block_sums.cures_lost(slot)
     }
 
     /// Ends the copy of a part of a layer. The engine's statement about it is on the disk before the answer.
@@ -134,78 +67,56 @@ impl Executor {
         let header = self.header(slot);
         let blocks = self.work(slot).blocks;
         let is_rotten = header.flags.has(Flags::ROTTEN);
-        if !is_rotten && self.block_sums.lost.is_empty() {
+        if !is_rotten && !self.block_sums.has_lost() {
             return Ok(());
         }
-        for block in block_ranges(blocks) {
-            self.block_sums.known.forget_block(number_of(block));
-        }
+        self.block_sums.forget_blocks(blocks);
         if is_rotten { self.record_rot(slot, blocks) } else { Ok(()) }
     }
 
     /// Records that the data in the slot is that of lost blocks.
     fn record_rot(&mut self, slot: u16, blocks: ByteRange) -> OperationResult {
-        let mut lost = self.block_sums.lost.clone();
-        for block in block_ranges(blocks) {
-            let number = number_of(block);
-            let sum = block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
-            lost.insert(number, LostBlock::new(sum));
-            self.block_sums.known.keep_lost([number]);
-        }
-        tracing::error!(
-            %blocks,
-            "copied rot, because no member has a sound copy: verified reads of this range fail"
-        );
-        self.record_lost(lost)
+        let buffers = &self.buffers;
+        let sum_of = |block| block_sum(buffers.part(slot, blocks.offset(), block).crc32c());
+        let recorded = self.block_sums.record_rot(blocks, sum_of, &mut self.store);
+        self.record_ended(recorded)
     }
 
-    fn record_lost(&mut self, lost: LostBlocks) -> OperationResult {
-        if lost.len() > LOST_BLOCKS_MAX {
-            tracing::error!(
-                "more than {LOST_BLOCKS_MAX} blocks are lost, which cannot be recorded: this replica cannot \
-                 be made. Restore the volume from a backup, or overwrite the damaged blocks"
-            );
-            return Err(Errno::new(libc::EOVERFLOW));
-        }
-        if lost != self.block_sums.lost {
-            if let Err(error) = self.store.save_lost_blocks(&lost) {
-                if is_final(error.errno()) {
-                    self.fail(&format!("cannot record which blocks are lost: {error}"));
-                } else {
-                    tracing::warn!(%error, "cannot record which blocks are lost");
-                }
-                return Err(error.errno());
+    /// Returns the outcome of a request after the record of the lost blocks has changed. If it could not be
+    /// written, the replica stops serving, unless only space was missing.
+    fn record_ended(&mut self, recorded: Result<(), NotRecorded>) -> OperationResult {
+        let error = match recorded {
+            Ok(()) => return Ok(()),
+            Err(NotRecorded::TooMany) => {
+                tracing::error!(
+                    "more than {LOST_BLOCKS_MAX} blocks are lost, which cannot be recorded: this replica \
+                     cannot be made. Restore the volume from a backup, or overwrite the damaged blocks"
+                );
+                return Err(Errno::new(libc::EOVERFLOW));
             }
-            self.block_sums.lost = lost;
+            Err(NotRecorded::Unwritten(error)) => error,
+        };
+        if is_final(error.errno()) {
+            self.fail(&format!("cannot record which blocks are lost: {error}"));
+        } else {
+            tracing::warn!(%error, "cannot record which blocks are lost");
         }
-        Ok(())
+        Err(error.errno())
     }
 
     /// Handles the end of a copy, or of that of a layer. Blocks that have got other data meanwhile are not
-    /// lost any more.
+    /// lost any more: first their data becomes durable, then the record. Waits for the disk.
     pub(super) fn record_cured_by_copy(&mut self) -> OperationResult {
-        let is_over = |block: &u64| !self.block_sums.known.is_lost(*block);
-        let cured: Vec<u64> = self.block_sums.lost.keys().copied().filter(is_over).collect();
-        self.make_cured_durable(&cured)
-    }
-
-    /// Makes the data of these blocks durable, then the record. Waits for the disk.
-    fn make_cured_durable(&mut self, cured: &[u64]) -> OperationResult {
-        if !cured.iter().any(|block| self.block_sums.lost.contains_key(block)) {
+        let cured = self.block_sums.cured_by_copy();
+        if cured.is_empty() {
             return Ok(());
         }
         if let Err(error) = self.store.flush() {
             self.fail(&format!("the data of blocks that were lost could not be made durable: {error}"));
             return Err(Errno::IO);
         }
-        self.end_records(cured)
-    }
-
-    /// Ends the records of these blocks, whose other data is durable.
-    fn end_records(&mut self, cured: &[u64]) -> OperationResult {
-        let mut lost = self.block_sums.lost.clone();
-        lost.retain(|block, _| !cured.contains(block));
-        self.record_lost(lost)
+        let recorded = self.block_sums.end_records(&cured, &mut self.store);
+        self.record_ended(recorded)
     }
 }
 
@@ -214,10 +125,11 @@ mod tests {
     use std::path::Path;
 
     use shorthorn_ring::{Completion, Ring};
-    use shorthorn_store::CreateOptions;
+    use shorthorn_store::{CreateOptions, LostBlock, LostBlocks, Store, sum_of_zeroes};
     use shorthorn_types::limits::BLOCK_BYTES;
     use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId};
     use shorthorn_views::ReplicaViews;
+    use shorthorn_wire::{Header, Opcode};
 
     use super::*;
     use crate::executor::{Loaded, kind};
@@ -288,7 +200,7 @@ mod tests {
 
     /// Otherwise the block would count as sound if another program opened the directory after a crash.
     #[test]
-    fn a_merge_with_a_lost_block_is_recorded_before_it_is_written() {
+    fn a_merge_with_a_lost_block_record_ended_before_it_is_written() {
         for (opcode, done) in [
             (Opcode::Write, [kind::EDGE, kind::WRITE]),
             (Opcode::WriteZeroes, [kind::ZERO_EDGE, kind::ZERO_STEP]),
@@ -325,8 +237,8 @@ mod tests {
                 }
             });
             assert_eq!(outcome, if is_full { Err(Errno::NO_SPACE) } else { Ok(()) });
-            assert!(executor.block_sums.lost.contains_key(&hole));
-            assert_eq!(executor.block_sums.known.is_rotten(hole, sum_of_zeroes()), Some(true), "{is_full}");
+            assert!(executor.block_sums.lost().contains_key(&hole));
+            assert_eq!(executor.block_sums.known().is_rotten(hole, sum_of_zeroes()), Some(true), "{is_full}");
         }
     }
 }

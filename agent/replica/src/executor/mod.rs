@@ -168,7 +168,7 @@ impl Executor {
 
     /// Releases memory of verified reads that was not used since the last call.
     pub fn release_unused_sums(&mut self) {
-        self.block_sums.pages.release_unused();
+        self.block_sums.release_unused_pages();
     }
 
     /// Begins to execute the request in `slot`. [`Executor::take_finished`] returns it at its end, maybe at

@@ -9,14 +9,13 @@ use std::ops::Range;
 
 use shorthorn_replica_core::AboutHole;
 use shorthorn_ring::Ring;
-use shorthorn_store::{BlockSource, ByteRange, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, StoreError, sum_of_data};
+use shorthorn_store::{BlockSource, ByteRange, SUM_PAGE_SPAN_BYTES, StoreError, sum_of_data};
 use shorthorn_types::Regions;
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::LayerPatch;
 
 use super::Executor;
 use super::block::{block_ranges, length_of, number_of};
-use super::block_sums::BlockSums;
 use super::cached_layer_sums::no_layer;
 use super::requests::is_planned;
 use crate::error::ReplicaError;
@@ -60,7 +59,7 @@ impl Executor {
         };
         let runs = runs.iter().map(run).collect::<Result<Vec<_>, _>>()?;
         let pages = pages_of_regions(self.state.intent_log().regions(), range);
-        if pages.into_iter().any(|page| !self.block_sums.known.may_modify(page)) {
+        if pages.into_iter().any(|page| !self.block_sums.may_modify(page)) {
             return Err(ReplicaError::TooMuchRot(range));
         }
         self.store.check_repair(image, range, &runs)?;
@@ -112,7 +111,8 @@ impl Executor {
                 false if is_in(&present, block) => None,
                 false => continue, // it stays a hole
             };
-            let is_proven = sum.is_some_and(|sum| self.counts_on_disk(block, sum));
+            let intent_log = self.state.intent_log();
+            let is_proven = sum.is_some_and(|sum| self.block_sums.counts_on_disk(block, sum, intent_log));
             if !is_proven && self.is_seen_in(file, block) {
                 return Ok(false);
             }
@@ -120,24 +120,18 @@ impl Executor {
         Ok(true)
     }
 
-    /// Returns true if this is the sum of the block, and counts. The page with it may not be in memory.
-    fn counts_on_disk(&self, block: ByteRange, sum: u32) -> bool {
-        let is_known = || self.block_sums.known.confirms(number_of(block), sum);
-        self.is_summed(block) && (self.kept_sum(block) == sum || is_known())
-    }
-
     /// Repeats the reads that wait for pages of sums to be compared: the sums that would have shown rot in
     /// their data have ended.
     fn read_again(&mut self, ring: &mut Ring) {
-        let mut waiting = self.block_sums.waiting.take();
+        let mut waiting = self.block_sums.take_comparisons();
         for slot in waiting.drain(..) {
             if is_planned(self.work(slot).header.opcode) {
                 self.plan_again(slot, ring);
             } else {
-                self.block_sums.waiting.add(slot);
+                self.block_sums.compare_later(slot);
             }
         }
-        self.block_sums.waiting.give_back(waiting);
+        self.block_sums.give_back_comparisons(waiting);
     }
 
     /// Writes zeroes over the blocks that the repair brings back, and that have to stay zeroes for a reader.
@@ -198,7 +192,7 @@ impl Executor {
             let Some((content, rest)) = data.split_at_checked(length_of(block)) else { break };
             data = rest;
             let sum = sum_of_data(content);
-            if sum != self.block_sums.zero_sum && !present.iter().any(|run| run.overlaps(block)) {
+            if sum != self.block_sums.zero_sum() && !present.iter().any(|run| run.overlaps(block)) {
                 returning.push(Returning { block, sum });
             }
         }
@@ -222,21 +216,20 @@ impl Executor {
         ring: &mut Ring,
     ) -> Result<AboutHole, ReplicaError> {
         let (number, page) = (number_of(block), block.offset() / SUM_PAGE_SPAN_BYTES);
-        let is_known = self.block_sums.known.has(number);
+        let is_known = self.block_sums.knows(number);
         if !is_known && self.is_summed(block) && self.sum_page(page, ring).is_none() {
             return Ok(AboutHole::Undecided); // until the page is read
         }
-        let kept = Some(self.kept_sum(block)).filter(|kept| *kept != SUM_UNKNOWN);
-        if !is_known && kept.is_some_and(|kept| kept != self.block_sums.zero_sum) {
+        let intent_log = self.state.intent_log();
+        let kept = self.block_sums.kept_sum(block, intent_log);
+        if !is_known && kept.is_some_and(|kept| kept != self.block_sums.zero_sum()) {
             // The repair ends the sums that show this rot, and may fail after that.
-            let sums = ByteRange::new(page * SUM_PAGE_SPAN_BYTES, SUM_PAGE_SPAN_BYTES);
-            let sums = self.kept_sums_of(sums.map_err(StoreError::from)?);
-            if !self.block_sums.known.keep_some(sums) {
+            let span = ByteRange::new(page * SUM_PAGE_SPAN_BYTES, SUM_PAGE_SPAN_BYTES);
+            if !self.block_sums.keep_sums_of(span.map_err(StoreError::from)?, intent_log) {
                 return Err(ReplicaError::TooMuchRot(block));
             }
         }
-        let BlockSums { known, zero_sum, .. } = &mut self.block_sums;
-        Ok(known.decide_about_hole(number, (*zero_sum, sum), kept))
+        Ok(self.block_sums.decide_about_hole(number, sum, kept))
     }
 
     /// Writes zeroes to the head, and makes all of it durable. Otherwise a loss of power after the repair

@@ -9,16 +9,13 @@ use std::time::{Duration, Instant};
 
 use shorthorn_replica_core::is_final;
 use shorthorn_ring::Ring;
-use shorthorn_store::{
-    BLOCKS_PER_SUM_PAGE, BlockSource, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, block_sum,
-};
+use shorthorn_store::{BlockSource, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES, block_sum};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno, RegionSet};
 use shorthorn_wire::{Header, Opcode};
 
 use super::Executor;
 use super::block::block_ranges;
-use super::block_sums::BlockSums;
 use super::operation::{OperationResult, is_passing};
 use super::requests::SUM_SLOT;
 use super::sum_job::{Run, SummingStep};
@@ -36,7 +33,7 @@ impl Executor {
 
     /// Does a step of the sums that does not wait for the disk.
     pub fn sum(&mut self, ring: &mut Ring) {
-        if !self.block_sums.pages.is_kept() || self.state.failure().is_some() {
+        if !self.block_sums.is_kept() || self.state.failure().is_some() {
             return self.drop_job();
         }
         while let Some(job) = self.sum_job.run() {
@@ -183,7 +180,7 @@ impl Executor {
     /// durable too.
     fn holds_anything(&mut self, range: ByteRange) -> bool {
         let blocks = range.offset() / BLOCK_BYTES..range.end().div_ceil(BLOCK_BYTES);
-        if self.block_sums.known.blocks_in(blocks).next().is_some() {
+        if self.block_sums.known_in(blocks).next().is_some() {
             return true;
         }
         let mut segments = std::mem::take(&mut self.segments);
@@ -226,23 +223,8 @@ impl Executor {
     /// Writes the page, as soon as its sums of other regions are loaded.
     fn write_sums(&mut self, number: u64, ring: &mut Ring) -> bool {
         let Some(at) = self.sum_page(number, ring) else { return false };
-        for place in 0..BLOCKS_PER_SUM_PAGE {
-            let block = number * BLOCKS_PER_SUM_PAGE as u64 + place as u64;
-            let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES);
-            let may_be_new = range.is_ok_and(|range| self.may_have_new_sums(range));
-            let BlockSums { pages, known, .. } = &mut self.block_sums;
-            let sum = self.sum_job.sum(place);
-            if sum == SUM_UNKNOWN {
-                continue;
-            }
-            if known.has(block) {
-                self.sum_job.add_known(block, sum);
-            } else if !may_be_new {
-                continue; // the block may have rot that was not found yet
-            }
-            pages.sums_mut(at).set(place, known.sum_to_store(block, sum));
-        }
-        if !self.block_sums.pages.write(at, number, &mut self.in_flight, ring) {
+        self.block_sums.adopt(at, number, &mut self.sum_job, self.state.intent_log());
+        if !self.block_sums.write_page(at, number, &mut self.in_flight, ring) {
             return false;
         }
         self.sum_job.clear();
@@ -250,14 +232,9 @@ impl Executor {
         false
     }
 
-    fn may_have_new_sums(&self, block: ByteRange) -> bool {
-        let intent_log = self.state.intent_log();
-        intent_log.regions().touched(block).all(|region| intent_log.may_have_new_sums(region))
-    }
-
     pub(super) fn on_sums_written(&mut self, at: usize, result: Result<usize, Errno>, ring: &mut Ring) {
         let well = result == Ok(SUM_PAGE_BYTES);
-        let is_wanted = self.block_sums.pages.written(at, well, &self.in_flight);
+        let is_wanted = self.block_sums.page_written(at, well, &self.in_flight);
         if let Err(errno) = result
             && is_final(errno)
             && !is_passing(errno)
@@ -297,7 +274,7 @@ impl Executor {
         for (block, found) in read_back.drain(..) {
             let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES);
             if range.is_ok_and(|range| self.is_summed(range)) {
-                self.block_sums.known.summed(block, found);
+                self.block_sums.summed(block, found);
             }
         }
         self.sum_job.give_back_known(read_back);
@@ -314,16 +291,15 @@ impl Executor {
 
     /// Returns a page of sums, if it is here; else it is being read, or will be asked for again.
     pub(super) fn sum_page(&mut self, number: u64, ring: &mut Ring) -> Option<usize> {
-        self.block_sums.pages.load(number, &mut self.in_flight, ring)
+        self.block_sums.load_page(number, &mut self.in_flight, ring)
     }
 
     pub(super) fn on_sums_read(&mut self, at: usize, result: Result<usize, Errno>, ring: &mut Ring) {
         // The page is not damaged: the rot that it shows would be forgotten.
-        if result.is_err_and(is_passing) && self.block_sums.pages.read_again(at, &mut self.in_flight, ring) {
+        if result.is_err_and(is_passing) && self.block_sums.read_page_again(at, &mut self.in_flight, ring) {
             return;
         }
-        if let Some((number, false)) = self.block_sums.pages.loaded(at, result.unwrap_or(0), &self.in_flight)
-        {
+        if let Some((number, false)) = self.block_sums.page_loaded(at, result.unwrap_or(0), &self.in_flight) {
             self.sums_are_unknown(number);
         }
         // Modifications come first: comparisons would take the entries of their pages.
@@ -347,10 +323,7 @@ impl Executor {
         }
         if count > 0 {
             self.sum_schedule.wake_at(Instant::now);
-            if !std::mem::replace(&mut self.block_sums.are_pages_reported, true) {
-                tracing::warn!(regions = count, %span, "block checksums are damaged or torn by a crash, and \
-                 are recomputed; further ones are not logged");
-            }
+            self.block_sums.report_unknown_page(count, span);
         }
     }
 
@@ -360,19 +333,15 @@ impl Executor {
     /// # Errors
     /// The sums can be neither invalidated nor deleted. The replica then serves nothing any more.
     pub(super) fn renew_sums(&mut self) -> Result<(), ReplicaError> {
-        if self.block_sums.pages.is_kept() {
-            self.block_sums.known.forget_sums(self.block_sums.lost.keys().copied());
-        }
-        if !self.block_sums.pages.retire(&self.in_flight) {
+        if !self.block_sums.retire(&self.in_flight) {
             return Ok(());
         }
-        self.block_sums.known.forget_pages();
         self.void_job();
         let regions = self.state.intent_log().regions();
         self.state.intent_log_mut().unsum(0..regions.count());
         match self.store.open_block_sums() {
             Ok(file) => {
-                self.block_sums.pages.begin(file);
+                self.block_sums.begin(file);
                 self.sum_schedule.begin_again(Instant::now());
                 Ok(())
             }
@@ -403,7 +372,7 @@ impl Executor {
     /// Schedules the sums of regions instead of starting them at once. A repair comes in several requests,
     /// and each needs the pages of sets of regions.
     pub(super) fn sum_soon(&mut self) {
-        if self.block_sums.pages.is_kept() {
+        if self.block_sums.is_kept() {
             self.sum_schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL);
         }
     }
@@ -438,12 +407,12 @@ mod tests {
             let (mut store, owner, loaded) = new_store(&temp.path().join("replica"));
             let file = store.open_block_sums().unwrap();
             let mut executor = Executor::new(store, owner, loaded).unwrap();
-            executor.block_sums.pages.begin(file);
+            executor.block_sums.begin(file);
             let mut ring = Ring::new(16).unwrap();
             assert_eq!(executor.sum_page(0, &mut ring), None);
             end_operation(&mut executor, &mut ring);
             let at = executor.sum_page(0, &mut ring).unwrap();
-            executor.block_sums.pages.sums_mut(at).set(PLACE, KEPT);
+            executor.block_sums.pages().sums_mut(at).set(PLACE, KEPT);
             let intent_log = executor.state.intent_log_mut();
             let region = intent_log.regions().range(0);
             intent_log.keep_unsummed(None);
@@ -465,7 +434,7 @@ mod tests {
                 executor.state.intent_log_mut().admit(block);
             }
             assert!(!executor.write_sums(0, &mut ring), "the page is being written");
-            let found = executor.block_sums.pages.peek(0).unwrap().sum(PLACE);
+            let found = executor.block_sums.pages().peek(0).unwrap().sum(PLACE);
             assert_eq!(found, stored, "repaired: {is_repaired}, overtaken: {is_overtaken}");
             end_operation(&mut executor, &mut ring);
         }
@@ -479,7 +448,7 @@ mod tests {
         store.write_at(&vec![7; 128 << 10], 0, true).unwrap();
         let file = store.open_block_sums().unwrap();
         let mut executor = Executor::new(store, owner, loaded).unwrap();
-        executor.block_sums.pages.begin(file);
+        executor.block_sums.begin(file);
         executor.sum_schedule = SumSchedule::new(true, 32 << 20, Instant::now());
         executor.sum_schedule.searched_to(None);
         let intent_log = executor.state.intent_log_mut();

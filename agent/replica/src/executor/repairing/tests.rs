@@ -65,7 +65,7 @@ fn end_requests(
 fn rot_that_a_request_merges_beside_a_repair_stays_known() {
     let temp = tempfile::tempdir().unwrap();
     let (mut executor, patch) = with_rot_below(&temp.path().join("replica"));
-    assert!(executor.block_sums.known.keep_some([(BLOCK, sum_of_data(&[7; 4096]))]));
+    assert!(executor.block_sums.known().keep_some([(BLOCK, sum_of_data(&[7; 4096]))]));
     let (mut ring, mut repairs) = (Ring::new(16).unwrap(), 0);
     begin_write(&mut executor, 0, BLOCK, 512, &mut ring);
     end_requests(&mut executor, 1, &mut ring, |executor, kind, ring| {
@@ -78,7 +78,7 @@ fn rot_that_a_request_merges_beside_a_repair_stays_known() {
     let mut block = AlignedBuffer::new(BLOCK_BYTES_USIZE);
     executor.store.read_at(block.as_mut_slice(), BLOCK * BLOCK_BYTES).unwrap();
     let found = sum_of_data(block.as_slice());
-    assert_eq!(executor.block_sums.known.is_rotten(BLOCK, found), Some(true));
+    assert_eq!(executor.block_sums.known().is_rotten(BLOCK, found), Some(true));
 }
 
 /// Makes a replica whose disk has lost a block of the snapshot. Returns the repair of it, too.
@@ -104,12 +104,12 @@ fn shown(executor: &mut Executor) -> u32 {
 /// Stores the sums of a region, with one of `BLOCK`. They count.
 fn sum_region(executor: &mut Executor, sum: u32, ring: &mut Ring) {
     let block = ByteRange::new(BLOCK * BLOCK_BYTES, BLOCK_BYTES).unwrap();
-    executor.block_sums.pages.begin(executor.store.open_block_sums().unwrap());
+    executor.block_sums.begin(executor.store.open_block_sums().unwrap());
     assert_eq!(executor.sum_page(0, ring), None);
     end_reads(executor, ring);
     let at = executor.sum_page(0, ring).unwrap();
-    executor.block_sums.pages.sums_mut(at).set(number_in_page(block), sum);
-    assert!(executor.block_sums.pages.write(at, 0, &mut executor.in_flight, ring));
+    executor.block_sums.pages().sums_mut(at).set(number_in_page(block), sum);
+    assert!(executor.block_sums.write_page(at, 0, &mut executor.in_flight, ring));
     end_reads(executor, ring);
     let intent_log = executor.state.intent_log_mut();
     let region = intent_log.regions().touched(block);
@@ -126,7 +126,7 @@ fn forget_first_page(executor: &mut Executor, ring: &mut Ring) {
         executor.sum_page(page, ring);
         end_reads(executor, ring);
     }
-    assert!(executor.block_sums.pages.peek(0).is_none());
+    assert!(executor.block_sums.pages().peek(0).is_none());
 }
 
 fn end_reads(executor: &mut Executor, ring: &mut Ring) {
@@ -149,15 +149,15 @@ fn zeroes_over_a_vanished_block_are_not_repaired_away() {
         let path = temp.path().join("replica");
         let (mut executor, patch) = with_vanished_below(&path);
         let former = sum_of_data(&[7; 4096]);
-        assert!(executor.block_sums.known.keep_some([(BLOCK, former)]));
+        assert!(executor.block_sums.known().keep_some([(BLOCK, former)]));
         let mut ring = Ring::new(16).unwrap();
         zero_block(&mut executor, opcode, &mut ring);
-        assert!(!executor.block_sums.known.has(BLOCK));
+        assert!(!executor.block_sums.knows(BLOCK));
         // Nothing proves the zeroes: other members decide.
         let refused = executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap_err();
         assert!(matches!(refused, ReplicaError::UndecidedHole(_)), "{refused}");
         assert_eq!(shown(&mut executor), sum_of_zeroes(), "{opcode:?}");
-        let known = &executor.block_sums.known;
+        let known = executor.block_sums.known();
         assert_eq!([former, sum_of_zeroes()].map(|sum| known.is_rotten(BLOCK, sum)), [Some(true); 2]);
         begin_write(&mut executor, 0, BLOCK, 4096, &mut ring);
         end_requests(&mut executor, 1, &mut ring, |_, _, _| {});
@@ -187,7 +187,7 @@ fn a_sum_decides_between_zeroes_and_the_data_of_the_layer() {
         end_reads(&mut executor, &mut ring);
         executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap();
         assert_eq!(shown(&mut executor), sum);
-        assert_ne!(executor.block_sums.known.is_rotten(BLOCK, sum), Some(true));
+        assert_ne!(executor.block_sums.known().is_rotten(BLOCK, sum), Some(true));
     }
 }
 
@@ -222,7 +222,7 @@ fn a_restored_block_ends_the_sums_of_later_snapshots() {
         executor.store.save_sums(image, &sums).unwrap();
     }
     assert!(executor.kept_sums(&images[1]).unwrap().is_some());
-    assert!(executor.block_sums.known.keep_some([(BLOCK, sum_of_zeroes())]));
+    assert!(executor.block_sums.known().keep_some([(BLOCK, sum_of_zeroes())]));
     executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap();
     assert!(executor.kept_sums(&images[1]).unwrap().is_none());
     assert!(executor.kept_sums(&images[0]).unwrap().is_some());
@@ -234,10 +234,10 @@ fn a_repair_brings_back_a_block_that_its_sum_proves() {
     let temp = tempfile::tempdir().unwrap();
     let (mut executor, patch) = with_vanished_below(&temp.path().join("replica"));
     let former = sum_of_data(&[7; 4096]);
-    assert!(executor.block_sums.known.keep_some([(BLOCK, former)]));
+    assert!(executor.block_sums.known().keep_some([(BLOCK, former)]));
     executor.repair_layer(&patch, &[7; 4096], &mut Ring::new(16).unwrap()).unwrap();
     assert_eq!(shown(&mut executor), former);
-    assert_eq!(executor.block_sums.known.is_rotten(BLOCK, former), Some(false));
+    assert_eq!(executor.block_sums.known().is_rotten(BLOCK, former), Some(false));
 }
 
 /// The request has found nothing below the head: after the repair its writes are not enough.
@@ -307,9 +307,9 @@ fn a_request_cures_a_lost_block_beside_a_repair() {
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("replica");
     let (mut executor, patch) = with_rot_below(&path);
-    executor.block_sums.pages.begin(executor.store.open_block_sums().unwrap());
-    executor.block_sums.lost = LostBlocks::from([(BLOCK, LostBlock::new(sum_of_data(&[1; 4096])))]);
-    executor.store.save_lost_blocks(&executor.block_sums.lost).unwrap();
+    executor.block_sums.begin(executor.store.open_block_sums().unwrap());
+    *executor.block_sums.lost() = LostBlocks::from([(BLOCK, LostBlock::new(sum_of_data(&[1; 4096])))]);
+    executor.store.save_lost_blocks(executor.block_sums.lost()).unwrap();
     executor.block_sums.know_lost();
     let (mut ring, mut repairs) = (Ring::new(16).unwrap(), 0);
     begin_write(&mut executor, 0, BLOCK, 4096, &mut ring);
@@ -320,7 +320,7 @@ fn a_request_cures_a_lost_block_beside_a_repair() {
         }
     });
     assert!(repairs == 1 && !path.join("shorthorn.lost-blocks").exists());
-    assert!(!executor.block_sums.known.has(BLOCK));
+    assert!(!executor.block_sums.knows(BLOCK));
 }
 
 /// A page that the kernel is writing could overtake the pages that the repair writes.
@@ -328,7 +328,7 @@ fn a_request_cures_a_lost_block_beside_a_repair() {
 fn a_repair_is_tried_again_after_the_write_of_a_set() {
     let temp = tempfile::tempdir().unwrap();
     let (mut executor, patch) = with_rot_below(&temp.path().join("replica"));
-    executor.block_sums.pages.begin(executor.store.open_block_sums().unwrap());
+    executor.block_sums.begin(executor.store.open_block_sums().unwrap());
     let mut ring = Ring::new(16).unwrap();
     begin_write(&mut executor, 0, SIZE / BLOCK_BYTES - 1, 4096, &mut ring);
     executor.write_pages(&mut ring);
@@ -393,12 +393,12 @@ fn a_block_that_has_vanished_stays_known_as_rot_if_its_repair_fails() {
     std::fs::rename(&layer, &elsewhere).unwrap();
     executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap_err();
     std::fs::rename(&elsewhere, &layer).unwrap();
-    let is_rotten = |executor: &Executor| {
-        [sum_of_zeroes(), former].map(|sum| executor.block_sums.known.is_rotten(BLOCK, sum))
+    let is_rotten = |executor: &mut Executor| {
+        [sum_of_zeroes(), former].map(|sum| executor.block_sums.known().is_rotten(BLOCK, sum))
     };
-    assert_eq!(is_rotten(&executor), [Some(true), Some(false)]);
+    assert_eq!(is_rotten(&mut executor), [Some(true), Some(false)]);
     executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap();
-    assert_eq!((is_rotten(&executor)[1], shown(&mut executor)), (Some(false), former));
+    assert_eq!((is_rotten(&mut executor)[1], shown(&mut executor)), (Some(false), former));
 }
 
 /// A repair that fails, or a crash in it, may leave half of the block written.
@@ -460,8 +460,8 @@ fn the_blocks_of_a_repaired_region_need_no_memory_once_it_is_read_back() {
     sum_region(&mut executor, right, &mut ring);
     let at = executor.sum_page(0, &mut ring).unwrap();
     let beside = ByteRange::new((BLOCK + 2) * BLOCK_BYTES, BLOCK_BYTES).unwrap();
-    executor.block_sums.pages.sums_mut(at).set(number_in_page(beside), 99);
-    let known = &mut executor.block_sums.known;
+    executor.block_sums.pages().sums_mut(at).set(number_in_page(beside), 99);
+    let known = executor.block_sums.known();
     assert!(known.keep_some([(BLOCK, right), (BLOCK + 1, sum_of_zeroes())]));
     known.reported(BLOCK);
     executor.assign(0, Header::request(Opcode::Write, 1, BLOCK * BLOCK_BYTES, 4096));
@@ -470,12 +470,14 @@ fn the_blocks_of_a_repaired_region_need_no_memory_once_it_is_read_back() {
     end_requests(&mut executor, 1, &mut ring, |_, _, _| {});
     executor.free(0);
     let block = ByteRange::new(BLOCK * BLOCK_BYTES, BLOCK_BYTES).unwrap();
-    assert!(executor.is_summed(block) && executor.block_sums.known.has(BLOCK));
+    assert!(executor.is_summed(block) && executor.block_sums.knows(BLOCK));
     let (of, action) = (RegionsOf::Intent, MarkAction::Clear);
     let mark = MarkRegions { of, action, runs: vec![(0, 1)], stamp: 0, size_bytes: 0 };
     executor.state.intent_log_mut().mark(&mark).unwrap();
     sum_now(&mut executor, &mut ring);
-    assert!(executor.is_summed(block) && executor.block_sums.known.is_empty());
-    assert_eq!([block, beside].map(|block| executor.kept_sum(block)), [right, 99]);
+    assert!(executor.is_summed(block) && executor.block_sums.known().is_empty());
+    let intent_log = executor.state.intent_log();
+    let sums = [block, beside].map(|block| executor.block_sums.kept_sum(block, intent_log));
+    assert_eq!(sums, [Some(right), Some(99)]);
     assert!(!executor.state.intent_log().wants_sums());
 }
