@@ -49,6 +49,7 @@ mod operations;
 mod options;
 mod regions;
 mod revision;
+mod snapshots;
 mod state;
 mod steps;
 mod store;
