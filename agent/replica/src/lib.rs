@@ -17,8 +17,8 @@
 //!   process waits before it ends.
 //!
 //! A region that is about to be modified is marked dirty first, durably. The intent set has the regions in
-//! which replicas may differ. The set of each absent replica has the regions that it has missed. The rules
-//! are in `shorthorn-regions`.
+//! which replicas may differ. The out-of-sync set of each absent replica has the regions that it lacks.
+//! The rules are in `shorthorn-regions`.
 //!
 //! A replica that is not a member can receive a full copy of another one. It gets the same layers, the
 //! snapshots one by one, and reports that it is being rebuilt until the engine ends the copy.

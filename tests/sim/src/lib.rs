@@ -60,7 +60,7 @@ use crate::tasks::Tasks;
 /// A part of the rules that is left out, to see that the simulation notices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Sabotage {
-    /// Replicas keep no write intent and no out-of-sync regions.
+    /// Replicas keep no write intent and no out-of-sync sets.
     NoIntent,
     /// A flush is acknowledged without being done.
     LyingFlush,

@@ -20,7 +20,7 @@ pub struct StoredFiles {
     pub epoch: u64,
     /// The file of the intent set, if any.
     pub intent: Option<Vec<u8>>,
-    /// The files of the sets of missed regions.
+    /// The files of the out-of-sync sets.
     pub out_of_sync: Vec<(ReplicaId, Vec<u8>)>,
     /// The setting for sums of blocks, and then the file of the set of unsummed regions, if any.
     pub sums: SumsFound,
@@ -227,7 +227,7 @@ mod tests {
         intent_log.file(SetKey::Intent).unwrap()
     }
 
-    /// Returns the file of a set of missed regions.
+    /// Returns the file of an out-of-sync set.
     fn out_of_sync(replica: u64, epoch: u64) -> Vec<u8> {
         let mut intent_log = WriteIntentLog::new(regions(), epoch, &RegionSet::empty(regions().count()));
         let (of, action) = (RegionsOf::OutOfSync(id(replica)), MarkAction::Add);

@@ -1,6 +1,6 @@
 //! Requests that wait for pages of region sets.
 
-use shorthorn_regions::{Admit, PageWrite, Ticket, WriteIntentLog};
+use shorthorn_regions::{DirtyMark, PageWrite, Ticket, WriteIntentLog};
 use shorthorn_types::{ByteRange, Errno};
 
 use crate::state::ReplicaState;
@@ -54,19 +54,19 @@ impl<M, T> WaitingRequests<M, T> {
     /// Returns the modification of `range` if it may be executed. Else it waits until its regions are durably
     /// in the sets, because a crash would otherwise leave unknown differences between the replicas.
     pub fn admit(&mut self, state: &mut ReplicaState, range: ByteRange, modification: M) -> Option<M> {
-        let admitted = state.intent_log_mut().admit(range);
-        self.admitted(admitted, modification)
+        let mark = state.intent_log_mut().mark_dirty(range);
+        self.marked(mark, modification)
     }
 
     /// Returns the repair of `range` like [`WaitingRequests::admit`]. The sums of its regions
-    /// [count further](WriteIntentLog::admit_repair).
+    /// [count further](WriteIntentLog::mark_dirty_for_repair).
     pub fn admit_repair(&mut self, state: &mut ReplicaState, range: ByteRange, repair: M) -> Option<M> {
-        let admitted = state.intent_log_mut().admit_repair(range);
-        self.admitted(admitted, repair)
+        let mark = state.intent_log_mut().mark_dirty_for_repair(range);
+        self.marked(mark, repair)
     }
 
-    fn admitted(&mut self, admitted: Admit, modification: M) -> Option<M> {
-        if admitted == Admit::Go {
+    fn marked(&mut self, mark: DirtyMark, modification: M) -> Option<M> {
+        if mark == DirtyMark::Durable {
             return Some(modification);
         }
         self.is_stalled = false;

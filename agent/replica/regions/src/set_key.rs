@@ -33,6 +33,7 @@ impl fmt::Display for SetKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             SetKey::Intent => f.write_str("intent"),
+            // The file has this name: shorthorn.missed-REPLICA.
             SetKey::OutOfSync(replica) => write!(f, "missed-{replica}"),
             SetKey::Unsummed => f.write_str("unsummed"),
         }

@@ -21,13 +21,20 @@ use crate::unsummed::Unsummed;
 /// Pages that are written at once.
 pub const PAGE_WRITES_MAX: usize = 8;
 
-/// The answer to a modification that wants to be executed.
+/// The state of the regions that a modification has marked dirty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Admit {
+pub enum DirtyMark {
     /// The modification may be executed: its regions are durably in every set.
-    Go,
+    Durable,
     /// Pages have to be written first: see [`WriteIntentLog::begin_write`]. Ask again when one has been.
-    Wait,
+    Pending,
+}
+
+impl DirtyMark {
+    /// The state if these pages, as a mask, have to be written.
+    const fn of(lacking: u64) -> DirtyMark {
+        if lacking == 0 { DirtyMark::Durable } else { DirtyMark::Pending }
+    }
 }
 
 /// The reason why the sets do not change.
@@ -84,7 +91,7 @@ pub struct Ticket {
 }
 
 /// A set that is about to be kept. It counts from [`WriteIntentLog::keep`] on, and has to be whole and
-/// durable on the disk by then. Nothing may be admitted in between.
+/// durable on the disk by then. No region may be marked dirty in between.
 #[derive(Debug)]
 pub struct NewSet {
     replica: ReplicaId,
@@ -147,8 +154,8 @@ pub struct WriteIntentLog {
 impl WriteIntentLog {
     /// Creates the sets of a volume without files on the disk, in the directory's `epoch`. The intent set
     /// begins as the given `intent`: empty if the volume is empty, full if its history is unknown. Its stamp
-    /// is unknown then, too. Its file has to be made from [`WriteIntentLog::file`] before anything is
-    /// admitted.
+    /// is unknown then, too. Its file has to be made from [`WriteIntentLog::file`] before any region is
+    /// marked dirty.
     #[must_use]
     pub fn new(regions: Regions, epoch: u64, intent: &RegionSet) -> WriteIntentLog {
         let mut set = PagedSet::empty(identity(regions, epoch, SetKey::Intent));
@@ -223,7 +230,7 @@ impl WriteIntentLog {
         self.regions
     }
 
-    /// Returns the replicas whose missed regions are kept.
+    /// Returns the replicas whose out-of-sync sets are kept.
     #[must_use]
     pub fn tracks(&self) -> Members {
         // No more than fit.
@@ -281,26 +288,27 @@ impl WriteIntentLog {
         self.sets_mut().find(|(of, _)| *of == key).map(|(_, set)| set)
     }
 
-    /// Decides whether a modification of `range` may be executed, and puts its regions into every set in any
-    /// case.
-    pub fn admit(&mut self, range: ByteRange) -> Admit {
+    /// Marks the regions of `range` dirty, which a modification is about to change: puts them into every set.
+    /// Returns whether they are durably there, so that the modification may be executed.
+    pub fn mark_dirty(&mut self, range: ByteRange) -> DirtyMark {
         let touched = self.regions.touched(range);
         let mut lacking = self.put_dirty(&touched);
         if let Some(unsummed) = &mut self.unsummed {
             lacking |= unsummed.modify(touched);
         }
-        if lacking == 0 { Admit::Go } else { Admit::Wait }
+        DirtyMark::of(lacking)
     }
 
-    /// Decides like [`WriteIntentLog::admit`] about a repair of rot. Its data has the sums that count, so
-    /// that they count further. A crash may leave its blocks half written, and other rot in the region.
-    pub fn admit_repair(&mut self, range: ByteRange) -> Admit {
+    /// Marks regions dirty like [`WriteIntentLog::mark_dirty`], for a repair of rot. Its data has the sums
+    /// that count, so that they count further. A crash may leave its blocks half written, and other rot in
+    /// the region.
+    pub fn mark_dirty_for_repair(&mut self, range: ByteRange) -> DirtyMark {
         let touched = self.regions.touched(range);
         let lacking = self.put_dirty(&touched);
         if let Some(unsummed) = &mut self.unsummed {
             unsummed.repair(touched);
         }
-        if lacking == 0 { Admit::Go } else { Admit::Wait }
+        DirtyMark::of(lacking)
     }
 
     /// Puts regions into the intent set and the out-of-sync sets. Returns the pages that have to be written
@@ -413,7 +421,7 @@ impl WriteIntentLog {
                 let mut set = PagedSet::empty(self.identity(key));
                 set.raise_stamp(*stamp);
                 runs().for_each(|run| set.add_durable(run));
-                // A modification that is being executed was admitted before the set counts.
+                // A modification that is being executed has marked its regions dirty before the set counts.
                 set.add_all_durable(&self.intent);
                 Ok(Marked::Begin(NewSet { replica, set }))
             }
@@ -477,7 +485,7 @@ impl WriteIntentLog {
         self.out_of_sync.push((replica, set));
     }
 
-    /// Keeps the missed regions of `replica` no longer. Its file is gone.
+    /// Keeps the out-of-sync set of `replica` no longer. Its file is gone.
     pub fn forget(&mut self, replica: ReplicaId) {
         self.out_of_sync.retain(|(of, _)| *of != replica);
     }

@@ -1,10 +1,10 @@
-//! Tests crashes at any point: the disk never lacks admitted regions.
+//! Tests crashes at any point: the disk never lacks regions in which modifications may be executed.
 #![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
-use shorthorn_regions::{Admit, Marked, PAGE_BYTES, PageWrite, SetKey, WriteIntentLog};
+use shorthorn_regions::{DirtyMark, Marked, PAGE_BYTES, PageWrite, SetKey, WriteIntentLog};
 use shorthorn_types::{ByteRange, MarkAction, MarkRegions, RegionSet, Regions, RegionsOf, ReplicaId};
 
 const REGION_BYTES: u64 = 64 << 10;
@@ -138,7 +138,7 @@ impl Simulation {
 
     fn admit(&mut self, first: u32, count: u32) -> bool {
         let range = ByteRange::new(u64::from(first) * REGION_BYTES, u64::from(count) * REGION_BYTES).unwrap();
-        let go = self.intent_log.admit(range) == Admit::Go;
+        let go = self.intent_log.mark_dirty(range) == DirtyMark::Durable;
         if go {
             for must in self.must.values_mut() {
                 must.extend((first..first + count).filter(|region| *region < COUNT));

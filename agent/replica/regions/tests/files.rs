@@ -45,7 +45,7 @@ fn use_file(file: &[u8], size_bytes: u64) -> WriteIntentLog {
     let grown = intent_log.grown(Regions::of(size_bytes * 2));
     assert!(grown.files().count() > 0);
     let content = intent_log.content(SetKey::Intent).unwrap();
-    let _ = intent_log.admit(ByteRange::new(0, size_bytes.min(1 << 20)).unwrap());
+    let _ = intent_log.mark_dirty(ByteRange::new(0, size_bytes.min(1 << 20)).unwrap());
     let _ = intent_log.mark(&MarkRegions::stamp(u32::MAX));
     for _ in 0..PAGES {
         while let Some(PageWrite { slot, .. }) = intent_log.begin_write(false) {

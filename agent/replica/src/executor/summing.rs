@@ -420,7 +420,7 @@ mod tests {
             if is_repaired {
                 assert!(intent_log.begin_sums(0..1));
                 intent_log.end_sums(true);
-                intent_log.admit_repair(region);
+                intent_log.mark_dirty_for_repair(region);
                 let (of, action) = (RegionsOf::Intent, MarkAction::Clear);
                 let clear = MarkRegions { of, action, runs: vec![(0, 1)], stamp: 0, size_bytes: 0 };
                 intent_log.mark(&clear).unwrap();
@@ -431,7 +431,7 @@ mod tests {
             executor.sum_job.add(block, FRESH);
             executor.sum_job.store(0, region.end());
             if is_overtaken {
-                executor.state.intent_log_mut().admit(block);
+                executor.state.intent_log_mut().mark_dirty(block);
             }
             assert!(!executor.write_sums(0, &mut ring), "the page is being written");
             let found = executor.block_sums.pages().peek(0).unwrap().sum(PLACE);

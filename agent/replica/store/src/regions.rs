@@ -57,7 +57,7 @@ impl RegionFile {
 }
 
 impl Store {
-    /// Returns the replicas whose missed regions have a file.
+    /// Returns the replicas whose out-of-sync sets have a file.
     ///
     /// # Errors
     /// An I/O error.

@@ -50,7 +50,7 @@ fn use_file(file: &[u8], size_bytes: u64) {
     let _ = intent_log.load_out_of_sync(ReplicaId::from_random(7), file);
     assert!(intent_log.grown(Regions::of(size_bytes * 2)).files().count() > 0);
     let range = ByteRange::new(0, size_bytes.min(1 << 20)).expect("a range from 0");
-    let _ = intent_log.admit(range);
+    let _ = intent_log.mark_dirty(range);
     let _ = intent_log.mark(&MarkRegions::stamp(u32::MAX));
     for _ in 0..file.len() / PAGE_BYTES + 2 {
         let Some(PageWrite { slot, .. }) = intent_log.begin_write(false) else { break };

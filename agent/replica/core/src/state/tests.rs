@@ -1,6 +1,6 @@
 use std::collections::BTreeMap;
 
-use shorthorn_regions::Admit;
+use shorthorn_regions::DirtyMark;
 use shorthorn_types::{ByteRange, Errno, MarkAction, Members, Regions, RegionsOf, ViewId};
 
 use super::*;
@@ -360,7 +360,7 @@ fn a_set_that_cannot_be_removed_by_a_broken_disk_fails_the_replica() {
 #[test]
 fn a_lost_cache_ends_when_the_last_lost_region_is_cleared() {
     let (mut disk, mut state) = opened();
-    assert_eq!(state.intent_log_mut().admit(ByteRange::new(0, 4096).unwrap()), Admit::Wait);
+    assert_eq!(state.intent_log_mut().mark_dirty(ByteRange::new(0, 4096).unwrap()), DirtyMark::Pending);
     disk.sets.insert(SetKey::Intent, state.intent_log().file(SetKey::Intent).unwrap());
     disk.lost_cache = true;
     let mut state = disk.start();

@@ -6,7 +6,8 @@ use super::{SetKey, WriteIntentLog};
 use crate::set::PagedSet;
 
 /// The sets for the volume after it has grown. They count from [`WriteIntentLog::grow`] on, and have to be
-/// whole and durable on the disk by then. Nothing may be admitted or marked in between.
+/// whole and durable on the disk by then. No region may be marked dirty, and no set changed,
+/// in between.
 #[derive(Debug)]
 pub struct GrownSets {
     regions: Regions,

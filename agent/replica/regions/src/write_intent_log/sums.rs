@@ -12,7 +12,7 @@ impl WriteIntentLog {
     /// Starts to keep the set of regions in which no sum of a block counts: all regions, or those in `file`.
     /// Damaged pages and pages of another epoch count as full and are returned. The file has to be recreated
     /// if pages are returned or it [is outgrown](WriteIntentLog::is_outgrown). The write-intent log must not
-    /// have admitted any modification yet.
+    /// have marked any region dirty yet.
     pub fn keep_unsummed(&mut self, file: Option<&[u8]>) -> Vec<PageDamage> {
         let (mut unsummed, damages) = Unsummed::load(self.identity(SetKey::Unsummed), file);
         self.last_serial += 1;

@@ -42,52 +42,62 @@ fn mark(of: RegionsOf, action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
 #[test]
 fn a_modification_waits_for_its_pages_only_once() {
     let mut intent_log = intent_log(40_000);
-    assert_eq!(intent_log.admit(range(32_255, 2)), Admit::Wait);
-    assert_eq!(intent_log.admit(range(32_255, 2)), Admit::Wait);
+    assert_eq!(intent_log.mark_dirty(range(32_255, 2)), DirtyMark::Pending);
+    assert_eq!(intent_log.mark_dirty(range(32_255, 2)), DirtyMark::Pending);
     assert_eq!(write_all(&mut intent_log), [(SetKey::Intent, 0), (SetKey::Intent, 1)]);
-    assert_eq!(intent_log.admit(range(32_255, 2)), Admit::Go);
-    assert_eq!(intent_log.admit(range(7, 1)), Admit::Wait);
+    assert_eq!(intent_log.mark_dirty(range(32_255, 2)), DirtyMark::Durable);
+    assert_eq!(intent_log.mark_dirty(range(7, 1)), DirtyMark::Pending);
     // A change that arrives during the write of a page needs no other write if it is in the page.
     let slot = intent_log.begin_write(false).unwrap().slot;
-    assert_eq!(intent_log.admit(range(7, 1)), Admit::Wait);
+    assert_eq!(intent_log.mark_dirty(range(7, 1)), DirtyMark::Pending);
     assert!(intent_log.begin_write(false).is_none());
-    assert_eq!(intent_log.admit(range(8, 1)), Admit::Wait);
+    assert_eq!(intent_log.mark_dirty(range(8, 1)), DirtyMark::Pending);
     assert!(intent_log.begin_write(false).is_none(), "one write of a page at a time");
     intent_log.end_write(slot, true);
-    assert_eq!((intent_log.admit(range(7, 1)), intent_log.admit(range(8, 1))), (Admit::Go, Admit::Wait));
+    assert_eq!(
+        (intent_log.mark_dirty(range(7, 1)), intent_log.mark_dirty(range(8, 1))),
+        (DirtyMark::Durable, DirtyMark::Pending)
+    );
     assert_eq!(write_all(&mut intent_log), [(SetKey::Intent, 0)]);
 }
 
 #[test]
 fn a_failed_write_is_due_again() {
     let mut intent_log = intent_log(10);
-    intent_log.admit(range(0, 1));
+    intent_log.mark_dirty(range(0, 1));
     let slot = intent_log.begin_write(false).unwrap().slot;
     intent_log.end_write(slot, false);
-    assert_eq!(intent_log.admit(range(0, 1)), Admit::Wait);
+    assert_eq!(intent_log.mark_dirty(range(0, 1)), DirtyMark::Pending);
     assert_eq!(write_all(&mut intent_log).len(), 1);
 }
 
 #[test]
 fn clears_are_lazy_and_cost_no_wait_before_they_are_written() {
     let mut intent_log = intent_log(10);
-    intent_log.admit(range(0, 2));
+    intent_log.mark_dirty(range(0, 2));
     write_all(&mut intent_log);
     let clear = mark(RegionsOf::Intent, MarkAction::Clear, &[(0, 2)]);
     assert!(matches!(intent_log.mark(&clear), Ok(Marked::Done)));
     assert!(intent_log.content(SetKey::Intent).unwrap().is_empty());
     assert!(intent_log.begin_write(false).is_none());
-    assert_eq!(intent_log.admit(range(0, 1)), Admit::Go, "it is on the disk still");
+    assert_eq!(intent_log.mark_dirty(range(0, 1)), DirtyMark::Durable, "it is on the disk still");
     let slot = intent_log.begin_write(true).unwrap().slot;
-    assert_eq!(intent_log.admit(range(1, 1)), Admit::Wait, "it may be gone from the disk already");
+    assert_eq!(
+        intent_log.mark_dirty(range(1, 1)),
+        DirtyMark::Pending,
+        "it may be gone from the disk already"
+    );
     intent_log.end_write(slot, true);
-    assert_eq!((intent_log.admit(range(0, 1)), intent_log.admit(range(1, 1))), (Admit::Go, Admit::Wait));
+    assert_eq!(
+        (intent_log.mark_dirty(range(0, 1)), intent_log.mark_dirty(range(1, 1))),
+        (DirtyMark::Durable, DirtyMark::Pending)
+    );
 }
 
 #[test]
 fn a_replica_that_leaves_the_views_begins_to_miss() {
     let mut intent_log = intent_log(100);
-    intent_log.admit(range(3, 1));
+    intent_log.mark_dirty(range(3, 1));
     let known = report(view(1, &[1, 2, 3]), &[]);
     let new = intent_log.on_propose(id(1), &known, &known, &view(2, &[1, 2])).unwrap();
     assert_eq!(new.iter().map(NewSet::replica).collect::<Vec<_>>(), [id(3)]);
@@ -95,7 +105,7 @@ fn a_replica_that_leaves_the_views_begins_to_miss() {
     let out_of_sync = SetKey::OutOfSync(id(3));
     assert_eq!(intent_log.page(out_of_sync, 0).unwrap().runs, [(3, 1)]);
     write_all(&mut intent_log);
-    assert_eq!(intent_log.admit(range(9, 1)), Admit::Wait);
+    assert_eq!(intent_log.mark_dirty(range(9, 1)), DirtyMark::Pending);
     assert_eq!(write_all(&mut intent_log), [(SetKey::Intent, 0), (out_of_sync, 0)]);
     assert_eq!(intent_log.page(out_of_sync, 0).unwrap().runs, [(3, 1), (9, 1)]);
     // A repetition begins no set; and no replica misses its own data.
@@ -138,9 +148,9 @@ fn marks_begin_grow_shrink_and_end_a_set() {
 #[test]
 fn a_new_set_has_the_regions_that_are_being_modified() {
     let mut intent_log = intent_log(40_000);
-    intent_log.admit(range(3, 1));
+    intent_log.mark_dirty(range(3, 1));
     write_all(&mut intent_log);
-    assert_eq!(intent_log.admit(range(3, 1)), Admit::Go);
+    assert_eq!(intent_log.mark_dirty(range(3, 1)), DirtyMark::Durable);
     let of = RegionsOf::OutOfSync(id(2));
     let Ok(Marked::Begin(new)) = intent_log.mark(&mark(of, MarkAction::Add, &[(5, 2)])) else { panic!() };
     intent_log.keep(new);
@@ -151,7 +161,7 @@ fn a_new_set_has_the_regions_that_are_being_modified() {
 #[test]
 fn a_mark_of_a_region_that_is_being_written_is_answered() {
     let mut intent_log = intent_log(10);
-    intent_log.admit(range(1, 1));
+    intent_log.mark_dirty(range(1, 1));
     let slot = intent_log.begin_write(false).unwrap().slot;
     let add = mark(RegionsOf::Intent, MarkAction::Add, &[(1, 1)]);
     let Ok(Marked::Wait(ticket)) = intent_log.mark(&add) else { panic!() };
@@ -184,7 +194,7 @@ fn invalid_marks_are_refused() {
 fn long_sets_come_in_pages() {
     let mut intent_log = intent_log(5000);
     for region in (0..5000).step_by(2) {
-        intent_log.admit(range(region, 1));
+        intent_log.mark_dirty(range(region, 1));
     }
     let (mut from, mut found) = (0, Vec::new());
     loop {
@@ -200,7 +210,7 @@ fn long_sets_come_in_pages() {
 #[test]
 fn sets_follow_a_volume_that_grows_to_larger_regions() {
     let mut intent_log = intent_log(1000);
-    intent_log.admit(range(6, 3));
+    intent_log.mark_dirty(range(6, 3));
     let writing = intent_log.begin_write(false).unwrap().slot;
     let Ok(Marked::Wait(ticket)) = intent_log.mark(&mark(RegionsOf::Intent, MarkAction::Add, &[(11, 1)]))
     else {
@@ -214,7 +224,7 @@ fn sets_follow_a_volume_that_grows_to_larger_regions() {
     intent_log.grow(grown);
     assert!(intent_log.is_durable(&ticket), "it is in the new file");
     intent_log.end_write(writing, true);
-    assert_eq!(intent_log.admit(range(6, 1)), Admit::Go);
+    assert_eq!(intent_log.mark_dirty(range(6, 1)), DirtyMark::Durable);
     assert_eq!(intent_log.page(key, 0).unwrap().runs, [(3, 3)]);
     // An engine that does not know of it yet still counts in the regions of the size before.
     let old = Regions::of(1000 * REGION);
@@ -252,9 +262,9 @@ fn a_lost_cache_ends_when_all_dirty_regions_are_cleared() {
     let mut intent_log = intent_log(10);
     intent_log.lost_cache();
     assert!(!intent_log.has_lost_cache(), "nothing was dirty");
-    intent_log.admit(range(2, 4));
+    intent_log.mark_dirty(range(2, 4));
     intent_log.lost_cache();
-    intent_log.admit(range(8, 1));
+    intent_log.mark_dirty(range(8, 1));
     intent_log.mark(&mark(RegionsOf::Intent, MarkAction::Clear, &[(2, 3)])).unwrap();
     assert!(intent_log.has_lost_cache());
     intent_log.mark(&mark(RegionsOf::Intent, MarkAction::Clear, &[(0, 6)])).unwrap();
@@ -298,7 +308,7 @@ fn a_stamp_that_is_torn_is_not_known() {
         assert_eq!(load(page, &bytes[..57]), None);
         assert_eq!(load(page, &bytes), Some(number));
         // A page of regions has it too.
-        intent_log.admit(range(u64::from(number), 1));
+        intent_log.mark_dirty(range(u64::from(number), 1));
         let PageWrite { slot, page, bytes, .. } = intent_log.begin_write(false).unwrap();
         assert_eq!(load(page, bytes), Some(number));
         intent_log.end_write(slot, true);
@@ -376,14 +386,14 @@ fn write_page(intent_log: &mut WriteIntentLog, of: SetKey) {
 #[test]
 fn a_repair_leaves_the_sums_of_its_region_and_has_it_read_back() {
     let mut intent_log = summed();
-    assert_eq!(intent_log.admit_repair(range(3, 1)), Admit::Wait, "the members may differ");
+    assert_eq!(intent_log.mark_dirty_for_repair(range(3, 1)), DirtyMark::Pending, "the members may differ");
     write_page(&mut intent_log, SetKey::Intent);
-    assert_eq!(intent_log.admit_repair(range(3, 1)), Admit::Go);
+    assert_eq!(intent_log.mark_dirty_for_repair(range(3, 1)), DirtyMark::Durable);
     assert!(intent_log.is_summed(3) && intent_log.next_to_sum(0).is_none(), "it is dirty");
     intent_log.mark(&mark(RegionsOf::Intent, MarkAction::Clear, &[(3, 1)])).unwrap();
     assert_eq!(intent_log.next_to_sum(0), Some(3));
     assert!(intent_log.begin_sums(3..4) && intent_log.is_summed(3));
-    intent_log.admit_repair(range(3, 1));
+    intent_log.mark_dirty_for_repair(range(3, 1));
     intent_log.end_sums(true);
     assert!(intent_log.is_summed(3) && intent_log.wants_sums(), "another repair: it is read back again");
     intent_log.mark(&mark(RegionsOf::Intent, MarkAction::Clear, &[(3, 1)])).unwrap();
@@ -395,10 +405,10 @@ fn a_repair_leaves_the_sums_of_its_region_and_has_it_read_back() {
 #[test]
 fn other_data_ends_the_sums_of_a_region_that_is_read_back() {
     let mut intent_log = summed();
-    intent_log.admit_repair(range(3, 1));
+    intent_log.mark_dirty_for_repair(range(3, 1));
     intent_log.mark(&mark(RegionsOf::Intent, MarkAction::Clear, &[(3, 1)])).unwrap();
     assert!(intent_log.begin_sums(3..4));
-    intent_log.admit(range(3, 1));
+    intent_log.mark_dirty(range(3, 1));
     intent_log.end_sums(true);
     assert!(!intent_log.is_summed(3) && intent_log.wants_sums());
 }
@@ -412,17 +422,17 @@ fn a_region_that_is_read_back_or_about_to_be_modified_gets_no_new_sums() {
     assert!(!intent_log.may_have_new_sums(3), "nothing is being summed");
     assert!(intent_log.begin_sums(2..4));
     assert_eq!([1, 2, 3].map(|region| intent_log.may_have_new_sums(region)), [false, true, true]);
-    assert_eq!(intent_log.admit(range(2, 1)), Admit::Wait);
+    assert_eq!(intent_log.mark_dirty(range(2, 1)), DirtyMark::Pending);
     assert_eq!([2, 3].map(|region| intent_log.may_have_new_sums(region)), [false, true]);
     let mut intent_log = summed();
-    assert_eq!(intent_log.admit_repair(range(3, 1)), Admit::Wait);
+    assert_eq!(intent_log.mark_dirty_for_repair(range(3, 1)), DirtyMark::Pending);
     write_all(&mut intent_log);
     intent_log.mark(&mark(RegionsOf::Intent, MarkAction::Clear, &[(3, 1)])).unwrap();
     assert!(intent_log.begin_sums(3..4) && !intent_log.may_have_new_sums(3), "it was repaired");
     while let Some(PageWrite { slot, .. }) = intent_log.begin_write(true) {
         intent_log.end_write(slot, true);
     }
-    assert_eq!(intent_log.admit(range(3, 1)), Admit::Wait);
+    assert_eq!(intent_log.mark_dirty(range(3, 1)), DirtyMark::Pending);
     assert!(!intent_log.is_summed(3) && !intent_log.may_have_new_sums(3), "the record is not durable yet");
 }
 
