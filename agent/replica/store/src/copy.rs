@@ -1,18 +1,16 @@
 //! Copying a replica: the source's description of its layers, and the way in which a directory becomes a
-//! copy. `Copy` is the record of it.
+//! copy. `OngoingCopy` is the copy that is under way.
 
 use std::collections::BTreeSet;
 
 use nix::unistd::fdatasync;
-use shorthorn_chain::{Checks, CopyLayer, CopyList, FileIndex, ImageName};
+use shorthorn_chain::{CopyLayer, CopyList, FileIndex, ImageName};
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
 
-use crate::copy_record::Copy;
+use crate::copy_record::CopyRecord;
 use crate::error::StoreError;
-use crate::facts::recover_directory;
 use crate::store::Store;
-use crate::sums_files::sweep_sums;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
@@ -90,48 +88,25 @@ impl Store {
         self.image.check_no_fold()?;
         let list =
             CopyList::new(layers, self.size_bytes()).map_err(|error| self.medium.chain_error(error))?;
-        let interrupted = self.copy.take().filter(|_| self.image.layout().volume().is_rebuilding());
-        let done = interrupted.and_then(|copy| copy.done_of(&list));
-        let done = done.unwrap_or_else(|| vec![false; list.layers().len()]);
+        let done = self.copy.take_done(&list, self.image.layout().volume().is_rebuilding());
         self.medium.mark_broken();
-        self.start_copy(Copy::new(list, done.clone(), self.guard.epoch()))?;
+        let record = CopyRecord::new(list, done.clone(), self.guard.epoch());
+        self.copy.start(record, &self.medium, &mut self.image, &mut self.guard)?;
+        self.reopen()?;
         self.medium.mark_whole();
         Ok(done)
-    }
-
-    /// Starts a copy. The mark is written first: with it, the next opening recognises any part of the rest.
-    /// Without it, the record would look like that of a copy that has ended.
-    fn start_copy(&mut self, mut copy: Copy) -> Result<()> {
-        let executor = self.medium.executor();
-        // New layers may get the inodes of removed ones.
-        sweep_sums(self.medium.directory(), |_| false)?;
-        self.guard.drop_series(self.medium.directory())?;
-        self.image.volume_mut().set_rebuilding(true);
-        executor.run(&self.image.layout().volume_steps(), &mut self.guard)?;
-        copy.save(self.medium.directory())?;
-        executor.pass(|| "recorded the copy".to_owned())?;
-        copy.prepare(&executor, &mut self.guard)?;
-        executor.pass(|| "prepared the copy".to_owned())?;
-        // The source has accepted the sizes of its layers.
-        let accepting = Checks { accept_short_layers: true, accept_rebuilding: true, ..Checks::default() };
-        self.image.set_layout(recover_directory(self.medium.directory(), &accepting)?.layout);
-        self.guard.set_sizes(self.image.layout().short_layers());
-        self.guard.save(self.medium.directory())?;
-        self.image.accept_sizes(self.guard.known_sizes());
-        self.copy = Some(copy);
-        self.reopen()
     }
 
     /// Returns the file of a snapshot layer that is being copied to and is not whole yet.
     #[must_use]
     pub fn copy_target(&self, layer: usize) -> Option<FileIndex> {
-        if self.copy.as_ref()?.is_open(layer) { self.layer_file(layer) } else { None }
+        if self.copy.is_open(layer) { self.layer_file(layer) } else { None }
     }
 
     /// Returns true if the replica is being made a copy of another one.
     #[must_use]
     pub fn is_copying(&self) -> bool {
-        self.copy.is_some()
+        self.copy.is_under_way()
     }
 
     /// Makes a complete snapshot layer durable and records that. The layer never changes from here on, but
@@ -147,8 +122,7 @@ impl Store {
                 .not_durable()
         });
         self.recording_loss(synced)?;
-        let Some(copy) = &mut self.copy else { return Err(StoreError::NoLayer(layer)) };
-        copy.complete(layer, self.medium.directory())?;
+        self.copy.complete(layer, self.medium.directory())?;
         self.image.forget_map(&self.medium);
         Ok(())
     }
@@ -165,7 +139,7 @@ impl Store {
             return Ok(());
         }
         // Longhorn and a mark of distrust leave no record of complete layers.
-        let done = self.copy.as_ref().map_or(&[][..], Copy::done);
+        let done = self.copy.done();
         let is_done = |(layer, _): &(usize, &ImageName)| done.get(*layer).copied().unwrap_or(false);
         let chain = self.image.layout().chain().iter().rev().enumerate();
         let complete: BTreeSet<&ImageName> = chain.filter(is_done).map(|(_, image)| image).collect();
@@ -181,13 +155,12 @@ impl Store {
         self.run(&operation.steps)?;
         self.image.set_layout(operation.after);
         self.set_rebuilding(false)?;
-        self.copy = None;
-        Copy::remove(self.medium.directory())
+        self.copy.end(self.medium.directory())
     }
 
     /// Makes each layer of a copy that is under way count as incomplete.
     pub(crate) fn forget_done_layers(&mut self) -> Result<()> {
-        self.copy.as_mut().map_or(Ok(()), |copy| copy.forget_done(self.medium.directory()))
+        self.copy.forget_done(self.medium.directory())
     }
 
     /// Completes the copy: the replica no longer counts as rebuilding. Repeating that changes nothing.
@@ -200,13 +173,12 @@ impl Store {
             return Ok(());
         }
         // Without a record, another program has begun to rebuild it: the missing data is unknown.
-        let unfinished = self.copy.as_ref().and_then(Copy::first_unfinished);
-        if self.copy.is_none() || unfinished.is_some() {
+        let unfinished = self.copy.first_unfinished();
+        if !self.is_copying() || unfinished.is_some() {
             let layer = unfinished.and_then(|layer| self.layer_file(layer)).unwrap_or_else(|| self.head());
             return Err(StoreError::CopyUnfinished(self.image.name(layer).to_owned()));
         }
         self.set_rebuilding(false)?;
-        self.copy = None;
-        Copy::remove(self.medium.directory())
+        self.copy.end(self.medium.directory())
     }
 }

@@ -30,7 +30,7 @@ const FORMAT: u32 = 1;
 
 /// A copy that is under way.
 #[derive(Clone, Debug)]
-pub(crate) struct Copy {
+pub(crate) struct CopyRecord {
     /// The layers of the source.
     list: CopyList,
     /// True if the layers exist.
@@ -45,7 +45,7 @@ pub(crate) struct Copy {
 #[derive(Debug, Default)]
 pub(crate) struct Resumed {
     /// The copy, if it can be continued.
-    pub(crate) copy: Option<Copy>,
+    pub(crate) copy: Option<CopyRecord>,
     /// A message for people if the record was dropped: the copy starts over.
     pub(crate) dropped: Option<String>,
 }
@@ -83,10 +83,10 @@ struct RecordLayer {
     size_bytes: u64,
 }
 
-impl Copy {
+impl CopyRecord {
     /// Begins a copy whose layers do not exist yet. `done` has one entry for each layer.
-    pub(crate) fn new(list: CopyList, done: Vec<bool>, epoch: u64) -> Copy {
-        Copy { list, prepared: false, done, epoch }
+    pub(crate) fn new(list: CopyList, done: Vec<bool>, epoch: u64) -> CopyRecord {
+        CopyRecord { list, prepared: false, done, epoch }
     }
 
     /// Returns the complete layers, if they are those of another source too.
@@ -141,10 +141,10 @@ impl Copy {
         let Some(bytes) = directory.read(COPY_FILE)? else { return Ok(Resumed::default()) };
         // The copy has ended. Its record does not matter any more, even if it is damaged.
         if !read_volume(directory)?.is_rebuilding() {
-            Copy::remove(directory)?;
+            CopyRecord::remove(directory)?;
             return Ok(Resumed::default());
         }
-        let mut copy = match Copy::parse(&bytes) {
+        let mut copy = match CopyRecord::parse(&bytes) {
             Ok(copy) => copy,
             Err(Unusable::Format(format)) => {
                 let (path, known) = (directory.path_of(COPY_FILE), FORMAT);
@@ -153,7 +153,7 @@ impl Copy {
             Err(Unusable::Bad { reason, is_prepared }) => {
                 let dropped =
                     format!("{COPY_FILE} is of no use ({reason}): the copy from another replica starts over");
-                Copy::drop_record(executor, guard, is_prepared)?;
+                CopyRecord::drop_record(executor, guard, is_prepared)?;
                 return Ok(Resumed { copy: None, dropped: Some(dropped) });
             }
         };
@@ -184,11 +184,11 @@ impl Copy {
                 if !is_prepared
                     && !matches!(source, ChainError::ForeignMeta { .. } | ChainError::Unsupported { .. }) =>
             {
-                Copy::make_empty(executor, guard)?;
+                CopyRecord::make_empty(executor, guard)?;
             }
             Err(error) => return Err(error),
         }
-        Copy::remove(directory)
+        CopyRecord::remove(directory)
     }
 
     /// Makes the directory that of an empty volume of the same size.
@@ -213,7 +213,7 @@ impl Copy {
     }
 
     /// Parses the content of the file.
-    fn parse(bytes: &[u8]) -> std::result::Result<Copy, Unusable> {
+    fn parse(bytes: &[u8]) -> std::result::Result<CopyRecord, Unusable> {
         let unknown = |reason: String| Unusable::Bad { reason, is_prepared: true };
         let document = without_check(COPY_FILE, bytes)
             .map_err(|_| unknown("the check of the record is wrong".to_owned()))?;
@@ -235,7 +235,7 @@ impl Copy {
         if record.done.len() != list.layers().len() {
             return Err(bad("the record lacks the progress of some layers"));
         }
-        Ok(Copy { list, prepared: record.prepared, done: record.done, epoch: record.epoch })
+        Ok(CopyRecord { list, prepared: record.prepared, done: record.done, epoch: record.epoch })
     }
 
     /// Stores the record.
@@ -281,11 +281,11 @@ pub(crate) mod fuzzing {
 
     /// A record that is accepted has layers that a directory can hold, and is read again as the same.
     pub fn check(bytes: &[u8]) {
-        let Ok(copy) = Copy::parse(bytes) else { return };
+        let Ok(copy) = CopyRecord::parse(bytes) else { return };
         let sizes: Vec<u64> = copy.list.layers().iter().map(|layer| layer.size_bytes).collect();
         assert!(sizes.is_sorted() && sizes.len() == copy.done.len());
         let written = serde_json::to_vec(&copy.record()).expect("a record that was read");
-        let again = Copy::parse(&written).expect("a written record");
+        let again = CopyRecord::parse(&written).expect("a written record");
         assert_eq!((again.list, again.done, again.prepared), (copy.list, copy.done, copy.prepared));
     }
 }
@@ -317,7 +317,7 @@ mod tests {
 
     #[test]
     fn a_record_is_read_as_it_was_written() {
-        let copy = Copy::parse(&with_check(file())).unwrap();
+        let copy = CopyRecord::parse(&with_check(file())).unwrap();
         assert_eq!((copy.epoch, copy.prepared, copy.done), (5, true, vec![true, false]));
     }
 
@@ -325,19 +325,19 @@ mod tests {
     fn only_snapshots_are_open_until_they_are_complete() {
         let temp = tempfile::tempdir().unwrap();
         let directory = Directory::open(temp.path()).unwrap();
-        let mut copy = Copy::parse(&with_check(file())).unwrap();
-        let open = |copy: &Copy| [0, 1, 2].map(|layer| copy.is_open(layer));
+        let mut copy = CopyRecord::parse(&with_check(file())).unwrap();
+        let open = |copy: &CopyRecord| [0, 1, 2].map(|layer| copy.is_open(layer));
         assert_eq!((open(&copy), copy.first_unfinished()), ([false; 3], None));
         copy.forget_done(&directory).unwrap();
         assert_eq!((open(&copy), copy.first_unfinished()), ([true, false, false], Some(0)));
         copy.complete(0, &directory).unwrap();
-        let stored = Copy::parse(&directory.read(COPY_FILE).unwrap().unwrap()).unwrap();
+        let stored = CopyRecord::parse(&directory.read(COPY_FILE).unwrap().unwrap()).unwrap();
         assert_eq!((open(&stored), stored.done()), ([false; 3], &[true, false][..]));
     }
 
     #[test]
     fn layers_stay_complete_only_for_the_same_snapshots() {
-        let copy = Copy::parse(&with_check(file())).unwrap();
+        let copy = CopyRecord::parse(&with_check(file())).unwrap();
         let same = copy.list.clone();
         assert_eq!(copy.clone().done_of(&same), Some(vec![true, false]));
         let other = CopyList::empty(1 << 20, "2026-11-20T23:36:34Z").unwrap();
@@ -347,7 +347,7 @@ mod tests {
     proptest! {
         #[test]
         fn random_bytes_are_not_a_record(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            prop_assert!(Copy::parse(&bytes).is_err());
+            prop_assert!(CopyRecord::parse(&bytes).is_err());
         }
 
         /// With a check that fits, as an attacker makes it.
@@ -362,10 +362,10 @@ mod tests {
             let mut bytes = file();
             let at = at.index(bytes.len() - 2);
             bytes.splice(at..(at + removed).min(bytes.len() - 2), new.bytes());
-            if let Ok(copy) = Copy::parse(&with_check(bytes)) {
+            if let Ok(copy) = CopyRecord::parse(&with_check(bytes)) {
                 prop_assert_eq!(copy.done.len(), copy.list.layers().len());
                 let again = serde_json::to_vec(&copy.record()).unwrap();
-                let twin = Copy::parse(&again).unwrap();
+                let twin = CopyRecord::parse(&again).unwrap();
                 prop_assert_eq!(serde_json::to_vec(&twin.record()).unwrap(), again);
             }
         }

@@ -44,6 +44,7 @@ mod inspect;
 mod lock;
 mod lost_blocks;
 mod medium;
+mod ongoing_copy;
 mod opening;
 mod operations;
 mod options;

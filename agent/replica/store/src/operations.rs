@@ -95,7 +95,7 @@ impl Store {
 
     /// Opens the files of the chain again and drops the block map.
     pub(crate) fn reopen(&mut self) -> Result<()> {
-        let writable = if self.copy.is_some() { Writable::All } else { Writable::Head };
+        let writable = if self.is_copying() { Writable::All } else { Writable::Head };
         self.image.reopen(&self.medium, writable).inspect_err(|_| self.medium.mark_broken())
     }
 }

@@ -11,7 +11,7 @@ use shorthorn_chain::{
 };
 
 use crate::boot::{Boot, LossRecord};
-use crate::copy_record::{Copy, Resumed};
+use crate::copy_record::{CopyRecord, Resumed};
 use crate::directory::{Directory, RESERVE_FILE};
 use crate::error::StoreError;
 use crate::facts::{collect, recover_directory};
@@ -22,6 +22,7 @@ use crate::image::Image;
 use crate::info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo, snapshots};
 use crate::lock::{LOCK_FILE, Lock};
 use crate::medium::Medium;
+use crate::ongoing_copy::OngoingCopy;
 use crate::opening::Opening;
 use crate::options::{CreateOptions, OpenOptions};
 use crate::state::{self, SavedState, StateWriter};
@@ -47,7 +48,7 @@ pub struct Store {
     /// The record that no other program has had the directory open.
     pub(crate) guard: Guard,
     /// The copy from another replica that is under way.
-    pub(crate) copy: Option<Copy>,
+    pub(crate) copy: OngoingCopy,
     /// The part of the head that may have blocks that are allocated but not written.
     pub(crate) unverified: UnverifiedRange,
     /// The findings of the opening.
@@ -103,7 +104,7 @@ impl Store {
             None => (Guard::new(), Provenance::Ours), // refused below
         };
         let executor = medium.executor();
-        let Resumed { copy, dropped } = Copy::resume(&executor, &mut guard, medium.is_read_only())?;
+        let Resumed { copy, dropped } = CopyRecord::resume(&executor, &mut guard, medium.is_read_only())?;
         let checks = Checks {
             accept_rebuilding: options.accept_rebuilding,
             // The copied replica has accepted the sizes of its layers.
@@ -127,7 +128,7 @@ impl Store {
         };
         let repairs = dropped.into_iter().chain(messages).chain(damage).collect();
         let opening = Opening::new(was_dirty, provenance, repairs);
-        let unverified = UnverifiedRange::default();
+        let (copy, unverified) = (OngoingCopy::new(copy), UnverifiedRange::default());
         let store = Store { medium, image, guard, copy, unverified, opening, boot, _lock: lock };
         store.mended()
     }

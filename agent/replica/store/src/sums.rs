@@ -167,7 +167,7 @@ impl Store {
     fn snapshot_image(&self, image: &str) -> Option<&ImageName> {
         let is_head = image == self.image.head_name().as_str();
         let found = self.image.layout().chain().iter().find(|name| name.as_str() == image);
-        found.filter(|_| !is_head && self.copy.is_none())
+        found.filter(|_| !is_head && !self.is_copying())
     }
 
     fn known_layer(&self, image: &str) -> Result<&ImageName> {
