@@ -188,11 +188,19 @@ impl BlockMap {
         if self.is_head_only() {
             return Ok((Some(self.head()), offset_of(index, WINDOW_BLOCKS)));
         }
-        let (present, head_end) = self.head_run(index, block, source)?;
+        let (present, head_end) = self.run_in_window(
+            index,
+            source,
+            |window| window.head.run_at(block),
+            |map, source| {
+                map.windows[index].head = map.probe_head(index, source)?;
+                Ok(())
+            },
+        )?;
         if present {
             return Ok((Some(self.head()), offset_of(index, head_end)));
         }
-        let (owner, parents_end) = self.parents_run(index, block, source)?;
+        let (owner, parents_end) = self.parent_run(index, block, source)?;
         Ok((owner, offset_of(index, head_end.min(parents_end))))
     }
 
@@ -207,42 +215,45 @@ impl BlockMap {
         if self.is_head_only() {
             return Ok((None, offset_of(index, WINDOW_BLOCKS)));
         }
-        let (owner, end) = self.parents_run(index, block, source)?;
+        let (owner, end) = self.parent_run(index, block, source)?;
         Ok((owner, offset_of(index, end)))
     }
 
-    fn head_run<S: ExtentSource>(
-        &mut self,
-        index: usize,
-        block: usize,
-        source: &mut S,
-    ) -> Result<(bool, usize), S::Error> {
-        self.windows[index].referenced = true;
-        loop {
-            if let Some(run) = self.windows[index].head.run_at(block) {
-                return Ok(run);
-            }
-            let head = self.probe_head(index, source)?;
-            self.heap_bytes += head.heap_bytes();
-            self.windows[index].head = head;
-            self.make_room(Some(index));
-        }
-    }
-
-    fn parents_run<S: ExtentSource>(
+    /// Returns the run at `block` of the layers below the head: see [`BlockMap::run_in_window`].
+    fn parent_run<S: ExtentSource>(
         &mut self,
         index: usize,
         block: usize,
         source: &mut S,
     ) -> Result<(Owner, usize), S::Error> {
+        self.run_in_window(
+            index,
+            source,
+            |window| window.parents.run_at(block),
+            |map, source| {
+                map.windows[index].parents = map.probe_parents(index, source)?;
+                Ok(())
+            },
+        )
+    }
+
+    /// Returns the run that `known` finds in a window. If the window does not know it, `load` queries the
+    /// files and puts the answer into the window.
+    fn run_in_window<S: ExtentSource, R>(
+        &mut self,
+        index: usize,
+        source: &mut S,
+        known: impl Fn(&Window) -> Option<R>,
+        load: impl Fn(&mut BlockMap, &mut S) -> Result<(), S::Error>,
+    ) -> Result<R, S::Error> {
         self.windows[index].referenced = true;
         loop {
-            if let Some(run) = self.windows[index].parents.run_at(block) {
+            if let Some(run) = known(&self.windows[index]) {
                 return Ok(run);
             }
-            let parents = self.probe_parents(index, source)?;
-            self.heap_bytes += parents.heap_bytes();
-            self.windows[index].parents = parents;
+            let before = self.windows[index].heap_bytes();
+            load(self, source)?;
+            self.heap_bytes += self.windows[index].heap_bytes() - before;
             self.make_room(Some(index));
         }
     }
