@@ -34,13 +34,13 @@ pub(crate) enum ParentBlocks {
     #[default]
     Unknown,
     Uniform(Owner),
-    Runs(Box<[Run]>),
+    Runs(Box<[BlockRun]>),
     Dense(Box<[Owner; WINDOW_BLOCKS]>),
 }
 
 /// A run of blocks with one owner; it ends where the next begins.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Run {
+pub(crate) struct BlockRun {
     start: u16,
     owner: Owner,
 }
@@ -165,10 +165,10 @@ impl ParentBlocks {
         let runs = starts().count();
         if runs == 1 {
             ParentBlocks::Uniform(owners[0])
-        } else if runs * size_of::<Run>() < size_of::<[Owner; WINDOW_BLOCKS]>() {
+        } else if runs * size_of::<BlockRun>() < size_of::<[Owner; WINDOW_BLOCKS]>() {
             // A block's number within its window fits 16 bits.
             #[allow(clippy::cast_possible_truncation)]
-            let run = |block: usize| Run { start: block as u16, owner: owners[block] };
+            let run = |block: usize| BlockRun { start: block as u16, owner: owners[block] };
             ParentBlocks::Runs(starts().map(run).collect())
         } else {
             ParentBlocks::Dense(Box::new(*owners))
@@ -178,7 +178,7 @@ impl ParentBlocks {
     pub fn heap_bytes(&self) -> usize {
         match self {
             ParentBlocks::Unknown | ParentBlocks::Uniform(_) => 0,
-            ParentBlocks::Runs(runs) => runs.len() * size_of::<Run>() + ALLOCATION_BYTES,
+            ParentBlocks::Runs(runs) => runs.len() * size_of::<BlockRun>() + ALLOCATION_BYTES,
             ParentBlocks::Dense(_) => size_of::<[Owner; WINDOW_BLOCKS]>() + ALLOCATION_BYTES,
         }
     }
@@ -272,7 +272,7 @@ mod tests {
     fn a_window_takes_little_space() {
         assert!(size_of::<Window>() <= 48, "{}", size_of::<Window>());
         assert_eq!(size_of::<Owner>(), 1);
-        assert_eq!(size_of::<Run>(), 4);
+        assert_eq!(size_of::<BlockRun>(), 4);
     }
 
     proptest! {

@@ -1,4 +1,4 @@
-//! The run of regions that is being summed, and the sums made so far.
+//! The range of regions that is being summed, and the sums made so far.
 
 use shorthorn_store::SumPage;
 use shorthorn_types::ByteRange;
@@ -9,7 +9,7 @@ use super::operation::OperationResult;
 /// See the module.
 #[derive(Debug)]
 pub(super) struct SumJob {
-    run: Option<Run>,
+    range: Option<SumRange>,
     /// The sums that the job has made.
     fresh: SumPage,
     /// Known blocks that the job has read, and their sums. If these become durable, their places are free.
@@ -18,11 +18,11 @@ pub(super) struct SumJob {
 
 /// Regions that are being summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Run {
+pub(super) struct SumRange {
     /// The start of the remaining part, in bytes.
     pub at_bytes: u64,
     pub end_bytes: u64,
-    /// Bytes of the run that are already in the buffer.
+    /// Bytes of the range that are already in the buffer.
     pub read_bytes: u64,
     pub step: SummingStep,
     /// True if the result is not needed any more.
@@ -45,8 +45,8 @@ pub(super) enum SummingStep {
     Writing,
 }
 
-impl Run {
-    /// Returns true if the kernel has an operation of the run.
+impl SumRange {
+    /// Returns true if the kernel has an operation of the range.
     pub fn is_in_ring(&self) -> bool {
         matches!(self.step, SummingStep::Reading | SummingStep::Writing)
     }
@@ -54,7 +54,7 @@ impl Run {
 
 impl SumJob {
     pub fn new() -> SumJob {
-        SumJob { run: None, fresh: SumPage::unknown(), read_back: Vec::new() }
+        SumJob { range: None, fresh: SumPage::unknown(), read_back: Vec::new() }
     }
 
     /// Begins to sum the regions of `bytes`.
@@ -63,58 +63,58 @@ impl SumJob {
         self.read_back.clear();
         let (at_bytes, end_bytes) = (bytes.offset(), bytes.end());
         let (step, is_void, is_unreadable) = (SummingStep::Next, false, false);
-        self.run = Some(Run { at_bytes, end_bytes, read_bytes: 0, step, is_void, is_unreadable });
+        self.range = Some(SumRange { at_bytes, end_bytes, read_bytes: 0, step, is_void, is_unreadable });
     }
 
-    /// Returns the run, if any.
-    pub fn run(&self) -> Option<Run> {
-        self.run
+    /// Returns the range that is being summed, if any.
+    pub fn range(&self) -> Option<SumRange> {
+        self.range
     }
 
-    /// Returns true without a run, or if the run is not needed any more.
+    /// Returns true without a range, or if the range is not needed any more.
     pub fn is_void(&self) -> bool {
-        self.run.is_none_or(|run| run.is_void)
+        self.range.is_none_or(|range| range.is_void)
     }
 
-    /// Drops the run as soon as its operation has ended: its data has changed.
+    /// Drops the range as soon as its operation has ended: its data has changed.
     pub fn void(&mut self) {
-        if let Some(run) = &mut self.run {
-            run.is_void = true;
+        if let Some(range) = &mut self.range {
+            range.is_void = true;
         }
     }
 
     /// Continues without the piece, which could not be read.
     pub fn skip_unreadable(&mut self) {
-        if let Some(run) = &mut self.run {
-            (run.step, run.is_unreadable) = (SummingStep::Next, true);
+        if let Some(range) = &mut self.range {
+            (range.step, range.is_unreadable) = (SummingStep::Next, true);
         }
     }
 
-    /// Ends the run.
+    /// Ends the range.
     pub fn end(&mut self) {
-        self.run = None;
+        self.range = None;
     }
 
     pub fn set_step(&mut self, step: SummingStep) {
-        if let Some(run) = &mut self.run {
-            run.step = step;
+        if let Some(range) = &mut self.range {
+            range.step = step;
         }
     }
 
     /// Starts the read of a piece.
     pub fn read(&mut self, piece: ByteRange) {
-        if let Some(run) = &mut self.run {
-            run.at_bytes = piece.end();
-            run.read_bytes += piece.length();
-            run.step = SummingStep::Reading;
+        if let Some(range) = &mut self.range {
+            range.at_bytes = piece.end();
+            range.read_bytes += piece.length();
+            range.step = SummingStep::Reading;
         }
     }
 
     /// Starts to store the sums of page `number`, which ends at `end_bytes`.
     pub fn store(&mut self, number: u64, end_bytes: u64) {
-        if let Some(run) = &mut self.run {
-            run.at_bytes = end_bytes;
-            run.step = SummingStep::Page { number };
+        if let Some(range) = &mut self.range {
+            range.at_bytes = end_bytes;
+            range.step = SummingStep::Page { number };
         }
     }
 
@@ -160,31 +160,31 @@ mod tests {
     }
 
     #[test]
-    fn a_run_reads_its_pieces_and_stores_their_sums() {
+    fn a_range_reads_its_pieces_and_stores_their_sums() {
         let mut job = SumJob::new();
         assert!(job.is_void(), "nothing is summed");
         job.begin(range(0, 8192));
         job.read(range(0, 8192));
-        assert!(job.run().unwrap().is_in_ring());
+        assert!(job.range().unwrap().is_in_ring());
         job.set_step(SummingStep::Read(Ok(())));
         job.add(range(4096, 4096), 9);
         job.store(0, 8192);
-        let run = job.run().unwrap();
-        assert_eq!((run.at_bytes, run.end_bytes, run.read_bytes), (8192, 8192, 8192));
-        assert_eq!((run.step, run.is_in_ring()), (SummingStep::Page { number: 0 }, false));
+        let summed = job.range().unwrap();
+        assert_eq!((summed.at_bytes, summed.end_bytes, summed.read_bytes), (8192, 8192, 8192));
+        assert_eq!((summed.step, summed.is_in_ring()), (SummingStep::Page { number: 0 }, false));
         assert_eq!((job.sum(0), job.sum(1)), (SUM_UNKNOWN, 9));
         job.clear();
         assert_eq!(job.sum(1), SUM_UNKNOWN);
     }
 
     #[test]
-    fn a_new_run_has_nothing_of_the_last_one() {
+    fn a_new_range_has_nothing_of_the_last_one() {
         let mut job = SumJob::new();
         job.begin(range(0, 4096));
         job.add(range(0, 4096), 9);
         job.add_known(3, 9);
         job.void();
-        assert!(job.is_void() && job.run().is_some());
+        assert!(job.is_void() && job.range().is_some());
         job.end();
         job.begin(range(4096, 4096));
         assert!(!job.is_void() && job.sum(0) == SUM_UNKNOWN && job.take_known().is_empty());

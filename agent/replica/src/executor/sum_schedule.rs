@@ -15,7 +15,7 @@ pub(super) struct SumSchedule {
     /// The time of the next possible work; none to wait for a modification.
     next_at: Option<Instant>,
     /// Regions were summed since the set was written last.
-    has_news: bool,
+    has_new_sums: bool,
 }
 
 impl SumSchedule {
@@ -27,7 +27,7 @@ impl SumSchedule {
             search_from: is_kept.then_some(0),
             cursor: 0,
             next_at: is_kept.then_some(now),
-            has_news: false,
+            has_new_sums: false,
         }
     }
 
@@ -90,12 +90,12 @@ impl SumSchedule {
 
     /// Records that regions were summed.
     pub fn record_summed(&mut self) {
-        self.has_news = true;
+        self.has_new_sums = true;
     }
 
     /// Returns true if regions were summed since the last call.
-    pub fn take_news(&mut self) -> bool {
-        std::mem::take(&mut self.has_news)
+    pub fn take_new_sums(&mut self) -> bool {
+        std::mem::take(&mut self.has_new_sums)
     }
 }
 

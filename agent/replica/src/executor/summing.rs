@@ -18,7 +18,7 @@ use super::Executor;
 use super::block::block_ranges;
 use super::operation::{OperationResult, is_passing};
 use super::requests::SUM_SLOT;
-use super::sum_job::{Run, SummingStep};
+use super::sum_job::{SumRange, SummingStep};
 use crate::error::ReplicaError;
 use crate::limits::{
     SUM_FREE_BYTES_MIN, SUM_LOOK_INTERVAL, SUM_PIECE_BYTES, SUM_SEARCH_PAUSE, SUM_SPACE_INTERVAL,
@@ -36,7 +36,7 @@ impl Executor {
         if !self.block_sums.is_kept() || self.state.failure().is_some() {
             return self.drop_job();
         }
-        while let Some(job) = self.sum_job.run() {
+        while let Some(job) = self.sum_job.range() {
             if job.is_void && !job.is_in_ring() {
                 self.end_job(job);
                 return;
@@ -61,7 +61,7 @@ impl Executor {
 
     /// Drops the job, because the replica has failed, or sums are not kept any more.
     fn drop_job(&mut self) {
-        if self.sum_job.run().is_some_and(|job| !job.is_in_ring()) {
+        if self.sum_job.range().is_some_and(|job| !job.is_in_ring()) {
             self.sum_job.end();
         }
         self.sum_schedule.stop();
@@ -78,7 +78,7 @@ impl Executor {
         let intent_log = self.state.intent_log();
         let cursor = self.sum_schedule.cursor();
         match intent_log.next_to_sum(cursor).or_else(|| intent_log.next_to_sum(0)) {
-            Some(region) => self.begin_run(region),
+            Some(region) => self.begin_range(region),
             None => self.wait_for_regions(ring),
         }
     }
@@ -89,28 +89,28 @@ impl Executor {
             true => self.sum_schedule.wait_until(Instant::now() + SUM_LOOK_INTERVAL),
             false => self.sum_schedule.stop(),
         }
-        if self.sum_schedule.take_news() {
+        if self.sum_schedule.take_new_sums() {
             // Sums made before count after the end of the process too.
             self.write_stale_pages(ring);
         }
     }
 
     /// Begins to sum `region`, and those behind it whose sums are on the same page.
-    fn begin_run(&mut self, region: u32) {
+    fn begin_range(&mut self, region: u32) {
         let free_bytes = self.store.free_bytes();
         if free_bytes.is_some_and(|free| free < SUM_FREE_BYTES_MIN) {
             return self.sum_schedule.wait_until(Instant::now() + SUM_SPACE_INTERVAL);
         }
         let regions = self.state.intent_log().regions();
         let bytes = regions.range(region);
-        // The run has as many regions as share a page, or one that has several pages.
+        // The range has as many regions as share a page, or one that has several pages.
         let page_end = (bytes.offset() / SUM_PAGE_SPAN_BYTES + 1) * SUM_PAGE_SPAN_BYTES;
         let end_bytes = bytes.end().max(page_end.min(regions.size_bytes()));
         let unit = ByteRange::new(bytes.offset(), end_bytes - bytes.offset()).unwrap_or(bytes);
-        let run = regions.touched(unit);
-        self.sum_schedule.advance(run.end);
+        let summed = regions.touched(unit);
+        self.sum_schedule.advance(summed.end);
         // The engine has said that nothing is in flight there; it costs little to look.
-        if self.requests.is_modified(unit) || !self.state.intent_log_mut().begin_sums(run) {
+        if self.requests.is_modified(unit) || !self.state.intent_log_mut().begin_sums(summed) {
             return self.sum_schedule.pause(unit.length(), true, Instant::now());
         }
         self.sum_job.begin(unit);
@@ -138,7 +138,7 @@ impl Executor {
     }
 
     /// Reads the next regions of the page, or starts the step after the last one.
-    fn read_next(&mut self, job: Run, ring: &mut Ring) -> bool {
+    fn read_next(&mut self, job: SumRange, ring: &mut Ring) -> bool {
         let page_end = ((job.at_bytes / SUM_PAGE_SPAN_BYTES + 1) * SUM_PAGE_SPAN_BYTES).min(job.end_bytes);
         let Some(piece) = self.next_sum_piece(job.at_bytes, page_end) else {
             let number = (page_end - 1) / SUM_PAGE_SPAN_BYTES;
@@ -197,7 +197,7 @@ impl Executor {
     }
 
     /// Makes the sums of a piece that was read.
-    fn take_piece(&mut self, job: Run, outcome: OperationResult) -> bool {
+    fn take_piece(&mut self, job: SumRange, outcome: OperationResult) -> bool {
         if job.is_void {
             self.state.intent_log_mut().end_sums(false);
             self.end_job(job);
@@ -242,7 +242,7 @@ impl Executor {
             // The page was to be durable: the reported error may be about other data.
             self.fail(&format!("sums of blocks could not be stored: {errno}"));
         }
-        if let Some(job) = self.sum_job.run().filter(|job| job.step == SummingStep::Writing) {
+        if let Some(job) = self.sum_job.range().filter(|job| job.step == SummingStep::Writing) {
             self.sums_are_stored(job, well, is_wanted);
         }
         // Modifications come first: comparisons would take the entries of their pages.
@@ -250,8 +250,8 @@ impl Executor {
         self.resume_comparing(ring);
     }
 
-    /// Continues the run after a page of its sums was written, well or with an error.
-    fn sums_are_stored(&mut self, job: Run, well: bool, is_wanted: bool) {
+    /// Continues the range after a page of its sums was written, well or with an error.
+    fn sums_are_stored(&mut self, job: SumRange, well: bool, is_wanted: bool) {
         if !well || !is_wanted || job.is_void {
             self.state.intent_log_mut().end_sums(false);
             self.end_job(job);
@@ -280,7 +280,7 @@ impl Executor {
         self.sum_job.give_back_known(read_back);
     }
 
-    fn end_job(&mut self, job: Run) {
+    fn end_job(&mut self, job: SumRange) {
         self.sum_job.end();
         if job.is_unreadable {
             // A disk may need seconds for each block that it cannot read.
@@ -360,7 +360,7 @@ impl Executor {
 
     /// Returns true if regions are being read and summed.
     pub(super) fn is_summing(&self) -> bool {
-        self.sum_job.run().is_some()
+        self.sum_job.range().is_some()
     }
 
     /// Drops the running sum, because its data has changed.
