@@ -18,7 +18,7 @@ use shorthorn_types::{ByteRange, Generation, Members, Regions, ReplicaId, Replic
 use shorthorn_views::ReplicaViews;
 use shorthorn_wire::Welcome;
 
-use self::durable::{Durable, Pages, Shelf, takes_error};
+use self::durable::{Durable, Pages, SimulatedFiles, takes_error};
 pub use self::sums::Summing;
 use crate::Sabotage;
 use crate::checker::{Id, Micros, ROT};
@@ -235,10 +235,10 @@ impl Replica {
     }
 
     /// Changes the state that the process keeps beside the data.
-    pub fn change<T>(&mut self, change: impl FnOnce(&mut ReplicaState, &mut Shelf<'_>) -> T) -> T {
+    pub fn change<T>(&mut self, change: impl FnOnce(&mut ReplicaState, &mut SimulatedFiles<'_>) -> T) -> T {
         let Replica { state, durable, pages, broken, rng, full_for_pages, .. } = self;
-        let mut shelf = Shelf { durable, pages, broken, rng, is_full: *full_for_pages };
-        change(state, &mut shelf)
+        let mut files = SimulatedFiles { durable, pages, broken, rng, is_full: *full_for_pages };
+        change(state, &mut files)
     }
 
     /// Damages or removes sets of regions on the disk. Returns false if the disk has none.

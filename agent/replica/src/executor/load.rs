@@ -10,7 +10,7 @@ use shorthorn_views::ReplicaViews;
 
 use super::block_sums::BlockSums;
 use super::region_sets::RegionSets;
-use super::steps::Shelf;
+use super::steps::ReplicaFiles;
 use super::sum_schedule::SumSchedule;
 use crate::error::ReplicaError;
 use crate::state::{Owner, holds_data};
@@ -39,10 +39,10 @@ impl Loaded {
         let found = read_files(store, owner, views, sum_bytes_per_s > 0)?;
         let mut region_sets = RegionSets::new()
             .map_err(|source| ReplicaError::system("map memory for pages of regions", source))?;
-        let mut shelf = Shelf { store, files: region_sets.files_mut(), owner };
-        let Started { mut state, damages } = ReplicaState::start(&mut shelf, found)?;
+        let mut files = ReplicaFiles { store, sets: region_sets.files_mut(), owner };
+        let Started { mut state, damages } = ReplicaState::start(&mut files, found)?;
         // Without it the number is too small, or one of Longhorn's: then Longhorn rebuilds the replica.
-        if let Err(error) = shelf.store_revision(state.views()) {
+        if let Err(error) = files.store_revision(state.views()) {
             tracing::warn!(%error, "the revision counter for Longhorn could not be stored");
         }
         damages.iter().for_each(|(key, damages)| report_damages(*key, damages));

@@ -60,7 +60,7 @@ use self::piece::Piece;
 use self::region_sets::RegionSets;
 pub(crate) use self::requests::reads_data;
 use self::requests::{Requests, SUM_SLOT, Work};
-use self::steps::Shelf;
+use self::steps::ReplicaFiles;
 use self::sum_job::SumJob;
 use self::sum_schedule::SumSchedule;
 use self::zeroes::ZeroJobs;
@@ -372,12 +372,12 @@ impl Executor {
     ///
     /// # Errors
     /// The errors of the change.
-    pub fn change<T>(&mut self, change: impl FnOnce(&mut ReplicaState, &mut Shelf<'_>) -> T) -> T {
+    pub fn change<T>(&mut self, change: impl FnOnce(&mut ReplicaState, &mut ReplicaFiles<'_>) -> T) -> T {
         let was_serving = self.state.failure().is_none();
         self.state.served_for(self.since.elapsed());
         let Executor { store, owner, region_sets, .. } = self;
-        let mut shelf = Shelf { store, files: region_sets.files_mut(), owner };
-        let changed = change(&mut self.state, &mut shelf);
+        let mut files = ReplicaFiles { store, sets: region_sets.files_mut(), owner };
+        let changed = change(&mut self.state, &mut files);
         if let Some(failure) = self.state.failure().filter(|_| was_serving) {
             tracing::error!("the replica no longer serves: {}", failure.outlook());
             self.give_up_waiting(Errno::IO);

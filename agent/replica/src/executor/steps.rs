@@ -73,13 +73,13 @@ impl SetFiles {
 
 /// The directory of a replica, with the open files of its sets.
 #[derive(Debug)]
-pub(crate) struct Shelf<'a> {
+pub(crate) struct ReplicaFiles<'a> {
     pub(super) store: &'a mut Store,
-    pub(super) files: &'a mut SetFiles,
+    pub(super) sets: &'a mut SetFiles,
     pub(super) owner: &'a Owner,
 }
 
-impl Disk for Shelf<'_> {
+impl Disk for ReplicaFiles<'_> {
     type Error = ReplicaError;
 
     fn perform(&mut self, step: DurableStep<'_>) -> Result<(), ReplicaError> {
@@ -104,12 +104,12 @@ impl Disk for Shelf<'_> {
             DurableStep::MakeSet(key, bytes) => {
                 let file = self.store.make_regions(key, bytes)?;
                 tracing::info!("the set of regions '{key}' is kept from now on");
-                self.files.put(key, file);
+                self.sets.put(key, file);
             }
             DurableStep::RemoveSet(key) => match self.store.remove_regions(key) {
                 Ok(()) => {
                     tracing::info!("the set of regions '{key}' is no longer kept");
-                    self.files.remove(key);
+                    self.sets.remove(key);
                 }
                 Err(error) => {
                     tracing::warn!(%error, "the set of regions '{key}' could not be removed");
@@ -157,7 +157,7 @@ impl Disk for Shelf<'_> {
     }
 }
 
-impl Shelf<'_> {
+impl ReplicaFiles<'_> {
     /// Reports to Longhorn how new the replica is.
     pub(super) fn store_revision(&mut self, views: &ReplicaViews) -> Result<(), ReplicaError> {
         match revision_counter(self.owner.replica, views) {

@@ -90,7 +90,7 @@ impl Durable {
 pub type Pages = BTreeMap<u64, (u8, Option<SetKey>, u32, Vec<u8>)>;
 
 /// The disk of a process that changes the state beside the data.
-pub struct Shelf<'a> {
+pub struct SimulatedFiles<'a> {
     pub durable: &'a mut Durable,
     pub pages: &'a mut Pages,
     pub broken: &'a mut BTreeMap<Broken, u32>,
@@ -98,7 +98,7 @@ pub struct Shelf<'a> {
     pub is_full: bool,
 }
 
-impl Disk for Shelf<'_> {
+impl Disk for SimulatedFiles<'_> {
     type Error = Errno;
 
     fn perform(&mut self, step: DurableStep<'_>) -> Result<(), Errno> {
