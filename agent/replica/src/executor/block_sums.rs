@@ -10,9 +10,7 @@ use std::io;
 use shorthorn_regions::WriteIntentLog;
 use shorthorn_replica_core::KnownRot;
 use shorthorn_ring::Ring;
-use shorthorn_store::{
-    BLOCKS_PER_SUM_PAGE, BlockSumsFile, LostBlocks, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, sum_of_zeroes,
-};
+use shorthorn_store::{BLOCKS_PER_SUM_PAGE, BlockSumsFile, LostBlocks, SUM_PAGE_SPAN_BYTES, sum_of_zeroes};
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
 
@@ -80,7 +78,7 @@ impl BlockSums {
     pub fn kept_sum(&self, block: ByteRange, intent_log: &WriteIntentLog) -> Option<u32> {
         let page = self.pages.peek(block.offset() / SUM_PAGE_SPAN_BYTES);
         let counts = page.filter(|_| is_summed(block, intent_log));
-        counts.map(|sums| sums.sum(number_in_page(block))).filter(|sum| *sum != SUM_UNKNOWN)
+        counts.and_then(|sums| sums.sum(number_in_page(block)))
     }
 
     /// Returns the blocks of `range` whose sums count, and these. Their page is in memory.
@@ -145,10 +143,7 @@ impl BlockSums {
     pub fn adopt(&mut self, at: usize, number: u64, job: &mut SumJob, intent_log: &WriteIntentLog) {
         for place in 0..BLOCKS_PER_SUM_PAGE {
             let block = number * BLOCKS_PER_SUM_PAGE as u64 + place as u64;
-            let sum = job.sum(place);
-            if sum == SUM_UNKNOWN {
-                continue;
-            }
+            let Some(sum) = job.sum(place) else { continue };
             if self.known.has(block) {
                 job.add_known(block, sum);
             } else if !may_have_new_sum(block, intent_log) {

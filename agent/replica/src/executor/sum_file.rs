@@ -189,7 +189,7 @@ mod tests {
         in_flight.ended_for_sums();
         assert_eq!(written.count().unwrap(), SUM_PAGE_BYTES);
         assert!(file.written(at, true, &in_flight));
-        assert_eq!(file.peek(0).map(|sums| sums.sum(1)), Some(7));
+        assert_eq!(file.peek(0).and_then(|sums| sums.sum(1)), Some(7));
     }
 
     #[test]

@@ -123,8 +123,8 @@ impl SumJob {
         self.fresh.set(number_in_page(block), sum);
     }
 
-    /// Returns the sum that was made for the block at this place of the page.
-    pub fn sum(&self, place: usize) -> u32 {
+    /// Returns the sum that was made for the block at this place of the page, if any.
+    pub fn sum(&self, place: usize) -> Option<u32> {
         self.fresh.sum(place)
     }
 
@@ -151,8 +151,6 @@ impl SumJob {
 
 #[cfg(test)]
 mod tests {
-    use shorthorn_store::SUM_UNKNOWN;
-
     use super::*;
 
     fn range(offset: u64, length: u64) -> ByteRange {
@@ -172,9 +170,9 @@ mod tests {
         let summed = job.range().unwrap();
         assert_eq!((summed.at_bytes, summed.end_bytes, summed.read_bytes), (8192, 8192, 8192));
         assert_eq!((summed.step, summed.is_in_ring()), (SummingStep::Page { number: 0 }, false));
-        assert_eq!((job.sum(0), job.sum(1)), (SUM_UNKNOWN, 9));
+        assert_eq!((job.sum(0), job.sum(1)), (None, Some(9)));
         job.clear();
-        assert_eq!(job.sum(1), SUM_UNKNOWN);
+        assert_eq!(job.sum(1), None);
     }
 
     #[test]
@@ -187,6 +185,6 @@ mod tests {
         assert!(job.is_void() && job.range().is_some());
         job.end();
         job.begin(range(4096, 4096));
-        assert!(!job.is_void() && job.sum(0) == SUM_UNKNOWN && job.take_known().is_empty());
+        assert!(!job.is_void() && job.sum(0).is_none() && job.take_known().is_empty());
     }
 }

@@ -435,7 +435,7 @@ mod tests {
             }
             assert!(!executor.write_sums(0, &mut ring), "the page is being written");
             let found = executor.block_sums.pages().peek(0).unwrap().sum(PLACE);
-            assert_eq!(found, stored, "repaired: {is_repaired}, overtaken: {is_overtaken}");
+            assert_eq!(found, Some(stored), "repaired: {is_repaired}, overtaken: {is_overtaken}");
             end_operation(&mut executor, &mut ring);
         }
     }

@@ -52,10 +52,10 @@ const SUMS_AT: usize = 64;
 const SUM_BYTES: usize = 4;
 const _: () = assert!(SUMS_AT + BLOCKS_PER_SUM_PAGE * SUM_BYTES <= SUM_PAGE_BYTES);
 
-/// The sum of a block that is not known.
-pub const SUM_UNKNOWN: u32 = 0;
+/// The entry of a block whose sum is not known.
+const SUM_UNKNOWN: u32 = 0;
 
-/// Returns the sum of a block: never [`SUM_UNKNOWN`].
+/// Returns the sum of a block: never 0, which is the entry of an unknown sum.
 #[must_use]
 pub fn block_sum(crc32c: u32) -> u32 {
     crc32c.max(1)
@@ -86,10 +86,10 @@ impl SumPage {
         SumPage(Box::new([SUM_UNKNOWN; BLOCKS_PER_SUM_PAGE]))
     }
 
-    /// Returns the sum of a block by its number in the page; 0 if it is unknown.
+    /// Returns the sum of a block by its number in the page; none if it is unknown.
     #[must_use]
-    pub fn sum(&self, block: usize) -> u32 {
-        self.0.get(block).copied().unwrap_or(SUM_UNKNOWN)
+    pub fn sum(&self, block: usize) -> Option<u32> {
+        self.0.get(block).copied().filter(|sum| *sum != SUM_UNKNOWN)
     }
 
     /// Sets the sum of a block.
@@ -240,7 +240,7 @@ mod tests {
         assert!(bytes[2112..].iter().all(|byte| *byte == 0));
         let mut page = SumPage::unknown();
         assert!(page.decode(3, 9, &bytes));
-        assert_eq!((page.sum(0), page.sum(1), page.sum(511)), (0x0403_0201, SUM_UNKNOWN, 1));
+        assert_eq!((page.sum(0), page.sum(1), page.sum(511)), (Some(0x0403_0201), None, Some(1)));
     }
 
     #[test]

@@ -64,8 +64,8 @@ mod unwritten;
 pub use allocated::AllocatedRuns;
 pub use binding::{check_binding, rebind};
 pub use block_sums::{
-    BLOCKS_PER_SUM_PAGE, BlockSumsFile, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES, SUM_UNKNOWN, SumPage, block_sum,
-    sum_of_data, sum_of_zeroes,
+    BLOCKS_PER_SUM_PAGE, BlockSumsFile, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES, SumPage, block_sum, sum_of_data,
+    sum_of_zeroes,
 };
 pub use boot::LossRecord;
 pub use buffer::{AlignedBuffer, MEMORY_ALIGNMENT};
