@@ -15,7 +15,7 @@ pub enum ChainError {
          file back from a copy. If the edit was intended, remove the field {field}"
     )]
     Check {
-        /// The file.
+        /// Name of the document whose check is wrong.
         name: String,
         /// The field that the check is in.
         field: &'static str,
@@ -29,13 +29,13 @@ pub enum ChainError {
     /// A document has no bytes, as power loss leaves files that were not synced.
     #[error("{name} is empty: a crash took its content; restore it, or rebuild the replica from another one")]
     EmptyDocument {
-        /// The file.
+        /// Name of the document without bytes.
         name: String,
     },
     /// A document cannot be read.
     #[error("{name} is damaged: {reason}; restore it, or rebuild the replica from another one")]
     Document {
-        /// The file.
+        /// Name of the document that the parser rejects.
         name: String,
         /// The message of the parser, with line and column.
         reason: String,
@@ -43,7 +43,7 @@ pub enum ChainError {
     /// A value in a document cannot be right.
     #[error("{name}: {field} is {value}, but {rule}")]
     Value {
-        /// The file.
+        /// Name of the document that has the value.
         name: String,
         /// The key of the value in the document.
         field: &'static str,
@@ -80,7 +80,7 @@ pub enum ChainError {
          directory"
     )]
     ForeignMeta {
-        /// The file.
+        /// Name of the file that ends in `.meta`.
         name: String,
     },
     /// A layer of the chain has no image.
@@ -132,7 +132,7 @@ pub enum ChainError {
          replaced"
     )]
     HeadSize {
-        /// The file.
+        /// Name of the head's image.
         image: String,
         /// The actual size in bytes.
         size_bytes: u64,
@@ -173,7 +173,7 @@ pub enum ChainError {
     /// An image's size is not a multiple of 4096.
     #[error("{image} has {size_bytes} bytes, no multiple of 4096: the file was truncated")]
     RaggedImage {
-        /// The file.
+        /// Name of the image that was truncated.
         image: String,
         /// The actual size in bytes.
         size_bytes: u64,
@@ -211,7 +211,7 @@ pub enum ChainError {
     /// Folding needs exactly one child.
     #[error("snapshot '{name}' has {children} children; it stays until all but one of them are gone")]
     SeveralChildren {
-        /// The snapshot.
+        /// Name of the snapshot that has the children.
         name: String,
         /// The number of layers that build on it.
         children: usize,

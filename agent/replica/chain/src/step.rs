@@ -8,19 +8,19 @@ use crate::names::{ImageName, VOLUME_META, temp_name};
 pub enum FileStep {
     /// Creates or truncates the file and writes `bytes`.
     Write {
-        /// The file.
+        /// Name in the directory of the replica.
         name: String,
         /// The whole content of the file.
         bytes: Vec<u8>,
     },
     /// Makes the file's content durable.
     SyncFile {
-        /// The file.
+        /// Name in the directory of the replica.
         name: String,
     },
     /// Records that the file, about to become `volume.meta`, is our doing and not Longhorn's.
     Vouch {
-        /// The file.
+        /// Name that the file has until it is renamed.
         name: String,
     },
     /// Renames a file and replaces the file of that name, if any.
@@ -46,14 +46,14 @@ pub enum FileStep {
     SyncDirectory,
     /// Creates a file without data; it must not exist.
     CreateSparse {
-        /// The file.
+        /// Name that the new file gets.
         name: String,
         /// The size in bytes.
         size_bytes: u64,
     },
     /// Makes a file longer; the added part is a hole.
     Grow {
-        /// The file.
+        /// Name in the directory of the replica.
         name: String,
         /// The new size in bytes.
         size_bytes: u64,

@@ -71,7 +71,7 @@ pub(super) struct Checked {
 }
 
 impl Checked {
-    /// The layer.
+    /// Returns the file of the layer that is checked.
     pub fn file(&self) -> FileIndex {
         self.file
     }

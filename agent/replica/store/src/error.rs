@@ -17,7 +17,7 @@ pub enum StoreError {
     Io {
         /// The action that failed.
         action: &'static str,
-        /// On which file.
+        /// Path of the file or directory of the failed call.
         path: PathBuf,
         /// The error of the system.
         source: io::Error,
@@ -29,7 +29,7 @@ pub enum StoreError {
         path.display(), if *recorded { "" } else { ", but that could not be recorded for its next start" }
     )]
     NotDurable {
-        /// The layer.
+        /// Path of the layer that was to be synced.
         path: PathBuf,
         /// The error of the system.
         source: io::Error,
@@ -108,7 +108,7 @@ pub enum StoreError {
          to this volume, remove the file", path.display()
     )]
     FingerprintDamaged {
-        /// The file.
+        /// Path of `shorthorn.fingerprint`.
         path: PathBuf,
         /// The damage.
         reason: String,
@@ -119,7 +119,7 @@ pub enum StoreError {
         path.display()
     )]
     StateDamaged {
-        /// The file.
+        /// Path of the file that has the state.
         path: PathBuf,
         /// The damage.
         reason: String,
@@ -130,7 +130,7 @@ pub enum StoreError {
          the copy, or remove the directory: the replica is then recreated from another one", path.display()
     )]
     CopyFormat {
-        /// The file.
+        /// Path of `shorthorn.copy`.
         path: PathBuf,
         /// The format of the record.
         format: u32,
