@@ -2,6 +2,7 @@
 //!
 //! [`BlockSums`] decides by the sums whether a block is sound. It does not know which requests there are.
 
+mod comparing;
 mod lost;
 mod rot;
 
@@ -20,7 +21,7 @@ use super::block::{block_ranges, number_in_page, number_of};
 use super::in_flight::InFlight;
 use super::sum_file::SumFile;
 use super::sum_job::SumJob;
-use crate::limits::{REPORTED_ROTTEN_MAX, SLOTS};
+use crate::limits::SLOTS;
 
 /// The parts that store and compare the sums of blocks.
 #[derive(Debug)]
@@ -69,11 +70,6 @@ impl BlockSums {
         self.zero_sum
     }
 
-    /// Returns true if data may differ from a sum: a read has to be compared.
-    pub fn may_show_rot(&self) -> bool {
-        self.pages.is_kept() || !self.known.is_empty()
-    }
-
     /// Returns the sum of the block, if it counts, and its page is in memory.
     pub fn kept_sum(&self, block: ByteRange, intent_log: &WriteIntentLog) -> Option<u32> {
         let page = self.pages.peek(block.offset() / SUM_PAGE_SPAN_BYTES);
@@ -85,50 +81,6 @@ impl BlockSums {
     fn kept_sums_of(&self, range: ByteRange, intent_log: &WriteIntentLog) -> Vec<(u64, u32)> {
         let sum_of = |block| Some((number_of(block), self.kept_sum(block, intent_log)?));
         block_ranges(range).filter_map(sum_of).collect()
-    }
-
-    /// Returns true if the block, whose data has the sum `found`, is rotten.
-    pub fn is_rotten(
-        &self,
-        block: ByteRange,
-        found: impl FnOnce() -> u32,
-        intent_log: &WriteIntentLog,
-    ) -> bool {
-        if self.known.has(number_of(block)) {
-            return self.known.is_rotten(number_of(block), found()).unwrap_or(false);
-        }
-        self.kept_sum(block, intent_log).is_some_and(|kept| kept != found())
-    }
-
-    /// Returns true if a sum that counts has decided that the block, whose data has the sum `found`, is not
-    /// rotten.
-    pub fn confirms(
-        &self,
-        block: ByteRange,
-        found: impl FnOnce() -> u32,
-        intent_log: &WriteIntentLog,
-    ) -> bool {
-        if self.known.has(number_of(block)) {
-            return self.known.confirms(number_of(block), found());
-        }
-        self.kept_sum(block, intent_log).is_some()
-    }
-
-    /// Returns true if this is the sum of the block, and counts. The page with it may not be in memory.
-    pub fn counts_on_disk(&self, block: ByteRange, sum: u32, intent_log: &WriteIntentLog) -> bool {
-        let is_known = || self.known.confirms(number_of(block), sum);
-        is_summed(block, intent_log) && (self.kept_sum(block, intent_log) == Some(sum) || is_known())
-    }
-
-    /// Logs a rotten block that a request has found, unless many were logged.
-    pub fn report_rotten(&mut self, block: ByteRange) {
-        self.rotten += 1;
-        if self.rotten <= REPORTED_ROTTEN_MAX {
-            tracing::error!(%block, "a block is not as it was stored: the disk has lost or changed it");
-        }
-        if self.rotten == REPORTED_ROTTEN_MAX {
-            tracing::error!("more blocks that are not as they were stored are answered but not logged");
-        }
     }
 
     /// Logs the first page without valid sums.
@@ -179,11 +131,6 @@ impl BlockSums {
         self.pages.load(number, in_flight, ring)
     }
 
-    /// Loads a page for a read that is compared, which may take more memory.
-    pub fn load_page_for_read(&mut self, number: u64, in_flight: &mut InFlight, ring: &mut Ring) {
-        self.pages.load_for_read(number, in_flight, ring);
-    }
-
     /// Begins an interrupted read of a page again. Returns false if the page is not needed any more.
     pub fn read_page_again(&self, at: usize, in_flight: &mut InFlight, ring: &mut Ring) -> bool {
         self.pages.read_again(at, in_flight, ring)
@@ -204,11 +151,6 @@ impl BlockSums {
     /// not needed any more.
     pub fn page_written(&mut self, at: usize, well: bool, in_flight: &InFlight) -> bool {
         self.pages.written(at, well, in_flight)
-    }
-
-    /// Marks a page as used. Returns true if its content is in memory.
-    pub fn touch_page(&mut self, number: u64) -> bool {
-        self.pages.touch(number)
     }
 
     /// Frees memory of pages that reads do not use any more.
@@ -314,10 +256,7 @@ impl BlockSums {
 
 #[cfg(test)]
 mod tests {
-    use shorthorn_store::SUM_PAGE_BYTES;
-
     use super::*;
-    use crate::executor::tests::new_store;
 
     #[test]
     fn checks_that_wait_again_are_kept_while_others_are_examined() {
@@ -329,35 +268,5 @@ mod tests {
         waiting.add(4);
         waiting.give_back(Vec::new());
         assert_eq!(waiting.take(), [4]);
-    }
-
-    #[test]
-    fn a_sum_decides_if_its_region_is_summed_and_a_known_block_decides_before_it() {
-        let temp = tempfile::tempdir().unwrap();
-        let (mut store, _, mut loaded) = new_store(&temp.path().join("replica"));
-        let mut sums = BlockSums::new(Some(store.open_block_sums().unwrap())).unwrap();
-        let (mut in_flight, mut ring) = (InFlight::default(), Ring::new(16).unwrap());
-        assert_eq!(sums.load_page(0, &mut in_flight, &mut ring), None);
-        let mut completions = Vec::new();
-        ring.wait(None, &mut completions).unwrap();
-        in_flight.ended_for_sums();
-        let at = usize::from(completions[0].token.index);
-        assert_eq!(sums.page_loaded(at, SUM_PAGE_BYTES, &in_flight), Some((0, false)), "it is new");
-        sums.pages.sums_mut(at).set(3, 7);
-        let [summed, unsummed] =
-            [3, 4].map(|block| ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap());
-        let intent_log = loaded.state.intent_log_mut();
-        intent_log.keep_unsummed(None);
-        assert_eq!(sums.kept_sum(summed, intent_log), None, "its region is not summed");
-        assert!(!sums.is_rotten(summed, || 8, intent_log) && !sums.confirms(summed, || 7, intent_log));
-        intent_log.want_sums(0..1);
-        assert!(intent_log.begin_sums(0..1));
-        intent_log.end_sums(true);
-        assert_eq!([summed, unsummed].map(|block| sums.kept_sum(block, intent_log)), [Some(7), None]);
-        assert_eq!([7, 8].map(|sum| sums.is_rotten(summed, || sum, intent_log)), [false, true]);
-        assert!(sums.confirms(summed, || 7, intent_log) && !sums.confirms(unsummed, || 7, intent_log));
-        assert!(sums.known.keep_some([(3, 9)]));
-        assert_eq!([7, 9].map(|sum| sums.is_rotten(summed, || sum, intent_log)), [true, false]);
-        assert_eq!([7, 9].map(|sum| sums.confirms(summed, || sum, intent_log)), [false, true]);
     }
 }

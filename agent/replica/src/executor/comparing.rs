@@ -5,7 +5,7 @@
 //! meanwhile, are not compared.
 
 use shorthorn_ring::Ring;
-use shorthorn_store::{BlockSource, FileIndex, SUM_PAGE_SPAN_BYTES, block_sum};
+use shorthorn_store::{BlockSource, FileIndex, block_sum};
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{Header, Opcode};
 
@@ -67,39 +67,15 @@ impl Executor {
         self.work(slot).is_confirmed
     }
 
-    /// Returns the pages with the sums of the blocks in the slot.
-    fn pages_for(&self, slot: u16) -> impl Iterator<Item = u64> + use<'_> {
-        let blocks = self.work(slot).blocks;
-        let intent_log = self.state.intent_log();
-        let pages = blocks.offset() / SUM_PAGE_SPAN_BYTES..blocks.end().div_ceil(SUM_PAGE_SPAN_BYTES);
-        pages.filter(move |page| {
-            let start = (page * SUM_PAGE_SPAN_BYTES).max(blocks.offset());
-            let end = ((page + 1) * SUM_PAGE_SPAN_BYTES).min(blocks.end());
-            let part = ByteRange::new(start, end - start).unwrap_or(ByteRange::EMPTY);
-            intent_log.regions().touched(part).any(|region| intent_log.is_summed(region))
-        })
-    }
-
     /// Returns true if all pages of sums for the slot are in memory, and marks them as used.
     fn has_sums_for(&mut self, slot: u16) -> bool {
-        let mut has_all = true;
-        for page in self.first_pages_for(slot).into_iter().flatten() {
-            has_all &= self.block_sums.touch_page(page);
-        }
-        has_all
+        let blocks = self.work(slot).blocks;
+        self.block_sums.has_pages_for(blocks, self.state.intent_log())
     }
 
     fn load_sums_for(&mut self, slot: u16, ring: &mut Ring) {
-        for page in self.first_pages_for(slot).into_iter().flatten() {
-            self.block_sums.load_page_for_read(page, &mut self.in_flight, ring);
-        }
-    }
-
-    /// Returns the pages for the slot: a request touches no more than two.
-    fn first_pages_for(&self, slot: u16) -> [Option<u64>; 2] {
-        let mut pages = [None; 2];
-        pages.iter_mut().zip(self.pages_for(slot)).for_each(|(place, page)| *place = Some(page));
-        pages
+        let blocks = self.work(slot).blocks;
+        self.block_sums.load_pages_for(blocks, self.state.intent_log(), &mut self.in_flight, ring);
     }
 
     /// Returns the first block in the slot that differs from its sum, if any. Sums describe the data that a
