@@ -38,8 +38,9 @@ const RENAMED: [(&str, &str); 10] = [
 ];
 
 /// Fields that are not printed: they are of no use for scripts, or the output has them elsewhere.
-const HIDDEN: [&str; 8] = [
+const HIDDEN: [&str; 9] = [
     "EngineMember.address",
+    "EngineMember.awaited",
     "EngineMember.message",
     "EngineMember.mode",
     "EngineMember.mode_word",

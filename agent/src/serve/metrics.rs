@@ -218,10 +218,8 @@ fn show_volumes(engines: &[&v1::EngineStatus], page: &mut MetricsPage) {
     );
     for engine in engines {
         let volume = ("volume", engine.volume.as_str());
-        let is_awaited = |member: &&v1::EngineMember| {
-            member.known_mode() == MemberMode::Member && !member.message.is_empty()
-        };
-        awaited.set(&[volume], number(engine.members.iter().filter(is_awaited).count()));
+        let late = engine.members.iter().filter(|member| member.is_awaited());
+        awaited.set(&[volume], number(late.count()));
         for member in &engine.members {
             let replica = ("replica", member.replica_id.as_str());
             waits.add(&[volume, replica], member.times_awaited);
@@ -369,7 +367,7 @@ mod tests {
                 member("0000000a", MemberMode::Member, None),
                 member("0000000b", MemberMode::Rebuilding, copy),
                 v1::EngineMember {
-                    message: "late".into(),
+                    awaited: Some(true),
                     times_awaited: 2,
                     times_rotten: 3,
                     times_rot_copied: 1,

@@ -184,7 +184,7 @@ fn members<'a>(cluster: &'a ClusterState, volume: &'a Volume) -> Option<Vec<Memb
             let members = members.filter(|(_, member)| member.mode == MemberMode::Member);
             let member = |(id, member): (&_, &crate::objects::MemberRecord)| Member {
                 replica: replicas.iter().find(|replica| replica.spec.replica_id == *id).copied(),
-                answers: !member.is_awaited(),
+                answers: !member.awaited,
             };
             Some(members.map(member).collect())
         }

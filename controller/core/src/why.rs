@@ -9,8 +9,8 @@ use shorthorn_types::{HumanBytes, Members, ReplicaId};
 
 use crate::drain::EvictionReason;
 use crate::objects::{
-    Condition, ConditionType, CurrentState, Engine, EnginePhase, MemberMode, MemberRecord, NEXT_ATTACH,
-    REPLICAS_STOPPING, Replica, Volume, VolumeState,
+    Condition, ConditionType, CurrentState, Engine, EnginePhase, MemberMode, NEXT_ATTACH, REPLICAS_STOPPING,
+    Replica, Volume, VolumeState,
 };
 use crate::observed::{AgentLink, Agents, CopyStatus, Detail, InstanceKey, ObservedEngine};
 use crate::reconcile::Settings;
@@ -253,7 +253,7 @@ impl Explainer<'_> {
             self.explain_lost_writes(node);
             return;
         }
-        let is_slow = engine.status.replica_mode_map.values().any(MemberRecord::is_awaited);
+        let is_slow = engine.status.replica_mode_map.values().any(|member| member.awaited);
         let word = match members >= wanted {
             _ if engine.status.damaged_ranges > 0 => "damaged",
             true if is_slow => "slow",
@@ -368,7 +368,7 @@ impl Explainer<'_> {
             let mode = member.map(|member| member.mode);
             let at = format!("Replica {} on node {}", replica.metadata.name, replica.spec.node_id);
             if mode == Some(MemberMode::Member) {
-                if let Some(member) = member.filter(|member| member.is_awaited()) {
+                if let Some(member) = member.filter(|member| member.awaited) {
                     self.say(format!("{at} is slow{}.", after_colon(&member.message)));
                     self.hint(format!(
                         "Check the disk {} of node {}.",

@@ -120,6 +120,12 @@ impl v1::EngineMember {
         self
     }
 
+    /// Returns true if requests wait for the replica, because it is late.
+    #[must_use]
+    pub fn is_awaited(&self) -> bool {
+        self.known_mode().is_awaited(self.awaited, &self.message)
+    }
+
     /// Sets the mode.
     pub fn report_mode(&mut self, mode: MemberMode) {
         self.mode = v1::MemberMode::of(mode).into();
@@ -362,12 +368,14 @@ impl From<v1::Expansion> for ExpansionStatus {
 
 impl From<&MemberStatus> for v1::EngineMember {
     fn from(member: &MemberStatus) -> v1::EngineMember {
+        let is_awaited = member.is_awaited();
         // All fields of both: the compiler finds one that is forgotten.
         let MemberStatus {
             replica,
             address,
             mode,
             message,
+            awaited: _,
             times_awaited,
             times_rotten,
             times_rot_copied,
@@ -380,6 +388,7 @@ impl From<&MemberStatus> for v1::EngineMember {
             mode: v1::MemberMode::of(mode).into(),
             mode_word: mode.as_str().to_owned(),
             message,
+            awaited: Some(is_awaited),
             times_awaited,
             times_rotten,
             times_rot_copied,
@@ -396,6 +405,7 @@ impl TryFrom<v1::EngineMember> for MemberStatus {
         Ok(MemberStatus {
             replica: member.replica_id.parse()?,
             mode: member.known_mode(),
+            awaited: Some(member.is_awaited()),
             address: member.address,
             message: member.message,
             times_awaited: member.times_awaited,

@@ -103,6 +103,14 @@ impl MemberMode {
         let known = MemberMode::ALL.into_iter().find(|mode| mode.as_str() == word);
         known.unwrap_or(MemberMode::Connecting)
     }
+
+    /// Returns true if requests wait for a replica in that mode, if its status has these two fields.
+    ///
+    /// Release 0.1.0 does not report `awaited`. It reports a message of a member only during such a wait.
+    #[must_use]
+    pub fn is_awaited(self, awaited: Option<bool>, message: &str) -> bool {
+        self == MemberMode::Member && awaited.unwrap_or(!message.is_empty())
+    }
 }
 
 /// The progress of a copy: a rebuild of a replica, or a resync of the members.
@@ -333,6 +341,10 @@ pub struct MemberStatus {
     pub mode: MemberMode,
     /// The reason why the replica is not a member, or why requests wait for a member. Empty: no problem.
     pub message: String,
+    /// True if requests wait for the replica, because it is late and the other members cannot continue without
+    /// it. None: the engine is of release 0.1.0; see [`MemberStatus::is_awaited`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub awaited: Option<bool>,
     /// The number of times that requests had to wait for the replica, because it was late and the others
     /// could not continue without it.
     #[serde(default)]
@@ -360,12 +372,35 @@ impl MemberStatus {
             address: String::new(),
             mode,
             message: String::new(),
+            awaited: Some(false),
             times_awaited: 0,
             times_rotten: 0,
             times_rot_copied: 0,
             away_since_ms: None,
             copy: None,
         }
+    }
+
+    /// Returns true if requests wait for the replica.
+    #[must_use]
+    pub fn is_awaited(&self) -> bool {
+        self.mode.is_awaited(self.awaited, &self.message)
+    }
+
+    /// Reports that requests wait for a member. A repeated report has a new message, and counts once.
+    pub fn begin_wait(&mut self, message: String) {
+        if self.mode == MemberMode::Member {
+            self.times_awaited += u64::from(!self.is_awaited());
+            (self.awaited, self.message) = (Some(true), message);
+        }
+    }
+
+    /// Reports that requests do not wait for the member any more.
+    pub fn end_wait(&mut self) {
+        if self.is_awaited() {
+            self.message.clear();
+        }
+        self.awaited = Some(false);
     }
 }
 

@@ -1,8 +1,8 @@
 //! Tests the lines of control sockets: processes of different versions read them.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use shorthorn_types::Generation;
-use shorthorn_types::status::{EnginePhase, MemberMode, ReplicaPhase, ReplicaStatus};
+use shorthorn_types::status::{EnginePhase, MemberMode, MemberStatus, ReplicaPhase, ReplicaStatus};
+use shorthorn_types::{Generation, ReplicaId};
 
 /// Returns the status of a replica as release 0.1.0 writes it.
 fn line(serving: bool, failed: bool, attach: u64) -> String {
@@ -40,4 +40,33 @@ fn words_of_a_later_version_are_read() {
         assert_eq!((serde_json::to_value(phase).unwrap(), phase.as_str()), (word.into(), word));
     }
     assert_eq!(EnginePhase::of_word(""), None);
+}
+
+#[test]
+fn a_wait_for_a_member_is_reported_by_a_field_and_by_release_0_1_0_by_a_message() {
+    let read = |mode: &str, message: &str| -> MemberStatus {
+        let line = format!(r#"{{"replica":"000000a1","address":"","mode":"{mode}","message":"{message}"}}"#);
+        serde_json::from_str(&line).unwrap()
+    };
+    assert!(read("member", "late").is_awaited());
+    assert!(!read("member", "").is_awaited());
+    assert!(!read("failed", "gone").is_awaited());
+
+    let mut member = MemberStatus::of(ReplicaId::from_random(1), MemberMode::Member);
+    member.message = "a message of another kind".to_owned();
+    assert!(!member.is_awaited());
+    for message in ["late for 5 s", "late for 9 s"] {
+        member.begin_wait(message.to_owned());
+        assert_eq!((member.is_awaited(), member.times_awaited, member.message.as_str()), (true, 1, message));
+    }
+    let line = serde_json::to_string(&member).unwrap();
+    assert_eq!(serde_json::from_str::<MemberStatus>(&line).unwrap(), member);
+    member.end_wait();
+    assert_eq!((member.is_awaited(), member.message.as_str()), (false, ""));
+    member.begin_wait("late again".to_owned());
+    assert_eq!(member.times_awaited, 2);
+
+    let mut failed = MemberStatus::of(ReplicaId::from_random(1), MemberMode::Failed);
+    failed.begin_wait("late".to_owned());
+    assert_eq!((failed.is_awaited(), failed.times_awaited, failed.message.as_str()), (false, 0, ""));
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use shorthorn_control::MemberMode;
+use shorthorn_control::{MemberMode, MemberStatus};
 use shorthorn_core::{DropCause, PeerIndex, PeerState};
 use shorthorn_recovery::RebuildDelay;
 use shorthorn_types::ByteRange;
@@ -39,6 +39,7 @@ impl Serving<'_> {
             );
         }
         self.publish_member(replica, |member| {
+            member.end_wait();
             member.mode = MemberMode::Failed;
             member.message = format!("{reason}{message}");
             member.copy = None;
@@ -95,13 +96,8 @@ impl Serving<'_> {
             is_silent,
             "requests wait for a member that is late"
         );
-        self.publish_member(replica, |member| {
-            if member.mode == MemberMode::Member {
-                // The core repeats it if the replica begins or ceases to answer PING.
-                member.times_awaited += u64::from(member.message.is_empty());
-                member.message = message;
-            }
-        });
+        // The core repeats it if the replica begins or ceases to answer PING.
+        self.publish_member(replica, |member| member.begin_wait(message));
     }
 
     /// Reports that a member does not hold the data that was stored on it.
@@ -136,10 +132,6 @@ impl Serving<'_> {
     pub(super) fn prompt(&self, peer: PeerIndex) {
         let Some(replica) = self.replica(peer) else { return };
         tracing::info!(volume = %self.spec.volume, %replica, "a member that was late has answered");
-        self.publish_member(replica, |member| {
-            if member.mode == MemberMode::Member {
-                member.message.clear();
-            }
-        });
+        self.publish_member(replica, MemberStatus::end_wait);
     }
 }

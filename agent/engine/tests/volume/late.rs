@@ -16,8 +16,7 @@ fn volume(first_on_disk: usize) -> Volume {
 }
 
 fn awaited(engine: &EngineStatus) -> usize {
-    let awaited = engine.members.iter().filter(|member| member.mode == MemberMode::Member);
-    awaited.filter(|member| !member.message.is_empty()).count()
+    engine.members.iter().filter(|member| member.is_awaited()).count()
 }
 
 fn is_whole(engine: &EngineStatus) -> bool {
@@ -32,7 +31,7 @@ fn two_of_three_on_a_disk_that_hangs_are_waited_for() {
     volume.freeze_disk();
     let status = volume.wait("the volume waits for them", |engine| awaited(engine) == 2);
     assert_eq!((status.phase, status.view.unwrap().members.len()), (EnginePhase::Serving, 3));
-    let message = &status.members.iter().find(|member| !member.message.is_empty()).unwrap().message;
+    let message = &status.members.iter().find(|member| member.is_awaited()).unwrap().message;
     assert!(message.contains("answers PING, but not its requests"), "{message}");
     volume.thaw_disk();
     volume.wait("they have answered", is_whole);

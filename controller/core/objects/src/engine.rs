@@ -234,6 +234,9 @@ pub struct MemberRecord {
     /// The reason why the replica is not a member, or why requests wait for a member, if they do.
     #[serde(default)]
     pub message: String,
+    /// True if requests wait for the replica, because it is late.
+    #[serde(default)]
+    pub awaited: bool,
     /// The time since which the replica is not a member, in milliseconds since 1970; 0 for a member, or if
     /// unknown.
     #[serde(default, serialize_with = "super::optional::number::serialize")]
@@ -250,21 +253,26 @@ impl<'de> Deserialize<'de> for MemberRecord {
             mode: MemberMode,
             #[serde(default)]
             message: String,
+            /// None: release 0.1.0 has written the record.
+            awaited: Option<bool>,
             away_since_ms: Option<u64>,
             /// The field as release 0.1.0 has written it; it stays beside the new one.
             #[serde(rename = "away_since_ms")]
             of_first_release: Option<u64>,
         }
-        let Stored { mode, message, away_since_ms, of_first_release } = Stored::deserialize(deserializer)?;
+        let Stored { mode, message, awaited, away_since_ms, of_first_release } =
+            Stored::deserialize(deserializer)?;
+        let awaited = mode.is_awaited(awaited, &message);
         let away_since_ms = away_since_ms.or(of_first_release).filter(|since_ms| *since_ms > 0);
-        Ok(MemberRecord { mode, message, away_since_ms })
+        Ok(MemberRecord { mode, message, awaited, away_since_ms })
     }
 }
 
 impl From<&MemberStatus> for MemberRecord {
     fn from(member: &MemberStatus) -> MemberRecord {
         let MemberStatus { mode, message, away_since_ms, .. } = member;
-        MemberRecord { mode: *mode, message: message.clone(), away_since_ms: *away_since_ms }
+        let awaited = member.is_awaited();
+        MemberRecord { mode: *mode, message: message.clone(), awaited, away_since_ms: *away_since_ms }
     }
 }
 
@@ -272,22 +280,21 @@ impl MemberRecord {
     /// Returns a replica in that mode without further data.
     #[must_use]
     pub const fn of(mode: MemberMode) -> MemberRecord {
-        MemberRecord { mode, message: String::new(), away_since_ms: None }
+        MemberRecord { mode, message: String::new(), awaited: false, away_since_ms: None }
+    }
+
+    /// Returns a member for which requests wait, for the reason in `message`.
+    #[must_use]
+    pub const fn awaited(message: String) -> MemberRecord {
+        MemberRecord { mode: MemberMode::Member, message, awaited: true, away_since_ms: None }
     }
 
     /// Returns the status of the member: the fields of this record, and the others from `seen`.
     #[must_use]
     pub fn with_rest_of(&self, seen: MemberStatus) -> MemberStatus {
-        let MemberRecord { mode, message, away_since_ms } = self.clone();
+        let MemberRecord { mode, message, awaited, away_since_ms } = self.clone();
         let copy = seen.copy.filter(|_| mode == MemberMode::Rebuilding);
-        MemberStatus { mode, message, away_since_ms, copy, ..seen }
-    }
-
-    /// Returns true if requests wait for the replica, because it is late and the other members cannot
-    /// continue without it.
-    #[must_use]
-    pub fn is_awaited(&self) -> bool {
-        self.mode == MemberMode::Member && !self.message.is_empty()
+        MemberStatus { mode, message, awaited: Some(awaited), away_since_ms, copy, ..seen }
     }
 }
 
@@ -303,7 +310,7 @@ mod tests {
         let copy = Some(CopyStatus { total_bytes: 9, left_bytes: 3, bytes_per_s: 1 });
         let seen = MemberStatus { times_awaited: 4, copy, ..MemberStatus::of(id, MemberMode::Member) };
         let (mode, message) = (MemberMode::Failed, "gone".to_owned());
-        let record = MemberRecord { mode, message, away_since_ms: Some(5) };
+        let record = MemberRecord { mode, message, awaited: false, away_since_ms: Some(5) };
         let whole = record.with_rest_of(seen.clone());
         assert_eq!(MemberRecord::from(&whole), record);
         assert_eq!((whole.times_awaited, whole.copy), (4, None), "it is not being rebuilt");

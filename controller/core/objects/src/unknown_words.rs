@@ -69,11 +69,12 @@ mod tests {
         assert_eq!(kinds, ["Engine", "Node", "Replica", "Volume"]);
         for mut stored in stored() {
             let object = Object::deserialize(&stored).unwrap_or_else(|error| panic!("{error}: {stored:#}"));
-            // The one key that has another name since.
+            // The one key that has another name since, and the one that was added.
             let members = stored.pointer_mut("/status/replicaModeMap").and_then(Value::as_object_mut);
             for member in members.into_iter().flat_map(serde_json::Map::values_mut) {
                 let away = member.as_object_mut().unwrap().remove("away_since_ms").unwrap();
                 member["awaySinceMs"] = away;
+                member["awaited"] = json!(false);
             }
             assert_eq!(serde_json::to_value(object).unwrap(), stored);
         }
@@ -89,6 +90,19 @@ mod tests {
         assert_eq!(read(json!({ "mode": "member" })), None);
         // A writer that has replaced the one has left the other unchanged.
         assert_eq!(read(json!({ "mode": "member", "awaySinceMs": 0, "away_since_ms": 7 })), None);
+    }
+
+    #[test]
+    fn a_wait_for_a_member_is_read_from_its_field_or_from_the_message_of_release_0_1_0() {
+        let read =
+            |member: Value| serde_json::from_value::<super::super::MemberRecord>(member).unwrap().awaited;
+        assert!(read(json!({ "mode": "member", "message": "late" })));
+        assert!(!read(json!({ "mode": "member", "message": "" })));
+        assert!(!read(json!({ "mode": "failed", "message": "gone" })));
+        assert!(!read(json!({ "mode": "member", "message": "late", "awaited": false })));
+        assert!(read(json!({ "mode": "member", "awaited": true })));
+        // Release 0.1.0 has replaced the mode, and has left the field unchanged.
+        assert!(!read(json!({ "mode": "failed", "message": "gone", "awaited": true })));
     }
 
     fn changed<T: DeserializeOwned>(kind: &str, changes: &[(&str, Value)]) -> T {

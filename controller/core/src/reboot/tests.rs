@@ -184,7 +184,7 @@ fn half_of_the_view_has_to_be_elsewhere_whatever_the_number_should_be() {
 fn a_member_that_does_not_answer_is_not_counted_on() {
     let mut late = cluster(3, &[MEMBER, MEMBER, MEMBER]);
     change_engine(&mut late, |status| {
-        let member = MemberRecord { message: "late by 9 s".to_owned(), ..MemberRecord::of(MEMBER) };
+        let member = MemberRecord::awaited("late by 9 s".to_owned());
         status.replica_mode_map.insert(id(2), member);
     });
     assert!(message_of(&late, "n0").contains("replica v-00000003 on node n2, which does not answer"));

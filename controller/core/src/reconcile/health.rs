@@ -111,7 +111,7 @@ fn slow(engine: &Engine, replicas: &[&Replica]) -> String {
     let reason = |replica: &&Replica| {
         let member = engine.status.replica_mode_map.get(&replica.spec.replica_id)?;
         let at = format!("{} on {}", replica.metadata.name, replica.spec.node_id);
-        member.is_awaited().then(|| format!("{at} is slow ({})", member.message))
+        member.awaited.then(|| format!("{at} is slow ({})", member.message))
     };
     replicas.iter().filter_map(reason).collect::<Vec<_>>().join("; ")
 }

@@ -138,7 +138,8 @@ impl Case {
 
     /// Sets replica 3 to `mode` since second 0, for that reason.
     fn away(&mut self, mode: MemberMode, message: &str) {
-        let member = MemberRecord { mode, message: message.to_owned(), away_since_ms: Some(1) };
+        let member =
+            MemberRecord { message: message.to_owned(), away_since_ms: Some(1), ..MemberRecord::of(mode) };
         self.engine().status.replica_mode_map.insert(id(3), member);
         self.replica(3, |status| status.failed_at = Some(at(0)));
         if mode != MemberMode::Rebuilding {
@@ -194,8 +195,7 @@ fn volumes_that_serve() {
     check("waiting for a replica", &case, false, &words);
 
     let mut case = Case::healthy();
-    let late =
-        MemberRecord { message: "late for 5250 ms".to_owned(), ..MemberRecord::of(MemberMode::Member) };
+    let late = MemberRecord::awaited("late for 5250 ms".to_owned());
     case.engine().status.replica_mode_map.insert(id(3), late);
     let words = [
         "Volume v is slow",

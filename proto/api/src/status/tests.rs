@@ -97,6 +97,7 @@ fn member(number: u64, mode: MemberMode) -> MemberStatus {
         address: "unix:/r".to_owned(),
         mode,
         message: "late".to_owned(),
+        awaited: Some(mode == MemberMode::Member),
         times_awaited: 1,
         times_rotten: 2,
         times_rot_copied: 3,
@@ -206,6 +207,10 @@ fn a_status_of_release_0_1_0_is_read() {
     assert_eq!(new.known_view(), Some(view()));
     let modes: Vec<MemberMode> = new.members.iter().map(v1::EngineMember::known_mode).collect();
     assert_eq!(modes, MemberMode::ALL);
+    let late = |mode| v1::EngineMember { message: "late".to_owned(), ..Default::default() }.with_mode(mode);
+    assert!(late(MemberMode::Member).is_awaited());
+    assert!(!late(MemberMode::Failed).is_awaited());
+    assert!(!v1::EngineMember { awaited: Some(false), ..late(MemberMode::Member) }.is_awaited());
     assert_eq!(ScrubStatus::from(new.scrub.unwrap()), ScrubStatus { found: 3, ..ScrubStatus::default() });
     let new: v1::ReplicaStatus = sent(&first::ReplicaStatus { generation: "4.0".to_owned() });
     assert_eq!(new.known_generation(), Some(Generation::new(4, 0)));

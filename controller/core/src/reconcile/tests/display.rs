@@ -48,8 +48,7 @@ fn a_volume_whose_member_is_slow_is_degraded_and_names_it() {
     volume.status.robustness = Robustness::Healthy;
     cluster.insert(volume.into());
     let mut engine = cluster.engines["v"].clone();
-    let message = "late by 9 s, answers PING".to_owned();
-    let record = MemberRecord { message, ..MemberRecord::of(MemberMode::Member) };
+    let record = MemberRecord::awaited("late by 9 s, answers PING".to_owned());
     engine.status.replica_mode_map.insert(slow, record);
     cluster.insert(engine.into());
     let agents = agents(None);

@@ -82,7 +82,7 @@ impl Surplus<'_, '_, '_> {
     /// agent is unreachable.
     fn does_well(&self, replica: &Replica) -> bool {
         let member = self.engine.status.replica_mode_map.get(&replica.spec.replica_id);
-        member.is_some_and(|member| !member.is_awaited())
+        member.is_some_and(|member| !member.awaited)
             && replica.status.current_state == CurrentState::Running
             && replica.spec.desire_state == DesireState::Running
     }
@@ -136,7 +136,7 @@ mod tests {
     use super::*;
     use crate::Label;
     use crate::example::{DISK, Example, id, now};
-    use crate::objects::{MemberMode, MemberRecord};
+    use crate::objects::MemberRecord;
     use crate::reconcile::Settings;
 
     /// Returns the number of the replica that leaves.
@@ -167,8 +167,7 @@ mod tests {
     }
 
     fn awaited(example: &mut Example, number: u64) {
-        let message = "it is slow".to_owned();
-        let member = MemberRecord { message, ..MemberRecord::of(MemberMode::Member) };
+        let member = MemberRecord::awaited("it is slow".to_owned());
         example.engine().status.replica_mode_map.insert(id(number), member);
     }
 

@@ -105,8 +105,12 @@ fn full_volume() -> Volume {
 }
 
 fn full_engine() -> Engine {
-    let member =
-        MemberRecord { mode: MemberMode::Failed, message: "gone".to_owned(), away_since_ms: Some(5) };
+    let member = MemberRecord {
+        mode: MemberMode::Failed,
+        message: "gone".to_owned(),
+        awaited: false,
+        away_since_ms: Some(5),
+    };
     let target = ReplicaTarget { addresses: vec!["tcp:10.0.0.1:9".to_owned()], local: true };
     Engine {
         metadata: meta("v"),
