@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use nix::libc;
 use nix::sys::utsname::uname;
-use shorthorn_api::v1;
+use shorthorn_api::{nonempty, v1};
 use shorthorn_control::{EngineSpec, ReplicaSpec, load_spec};
 use shorthorn_frontend::probe::probe;
 use shorthorn_frontend::{FrontendKind, iscsid, nbd_partitions_max};
@@ -171,7 +171,7 @@ fn disks(config: &Config) -> Vec<DiskFacts> {
         let is_on_root = mounts.above(&path).is_some_and(|mount| mount.point == Path::new("/"));
         DiskFacts {
             path,
-            problem: disk.problem,
+            problem: nonempty(disk.problem),
             filesystem: disk.filesystem,
             total_bytes: disk.total_bytes,
             available_bytes: disk.available_bytes,

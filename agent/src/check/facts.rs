@@ -83,8 +83,8 @@ pub struct Kubelet {
 pub struct DiskFacts {
     /// The directory.
     pub path: PathBuf,
-    /// The problem that the agent reports, empty if none.
-    pub problem: String,
+    /// The problem that keeps the agent from using it, if any.
+    pub problem: Option<String>,
     /// The type of its file system.
     pub filesystem: String,
     /// The size of the file system in bytes.

@@ -231,10 +231,10 @@ fn disks(facts: &Facts) -> Vec<HostFinding> {
 
 fn disk(disk: &DiskFacts) -> HostFinding {
     let (path, quoted) = (disk.path.display(), quoted(&disk.path));
-    if !disk.problem.is_empty() {
+    if let Some(problem) = &disk.problem {
         let remedy =
             format!("findmnt -T {quoted}; journalctl -k -n 50  # repair the file system, or remove the disk");
-        return failed("disks", format!("{path}: {}", disk.problem), remedy);
+        return failed("disks", format!("{path}: {problem}"), remedy);
     }
     let kind = disk.filesystem.as_str();
     // FUSE file systems have types like fuse.sshfs.

@@ -299,7 +299,7 @@ mod tests {
         fs::create_dir_all(disk.join("replicas/v1-0123abcd")).unwrap();
         let disks = disks(&state);
         let first = disks.add(disk.to_str().unwrap()).unwrap();
-        assert!(first.problem.is_empty() && first.uuid.len() == 36 && first.total_bytes > 0, "{first:?}");
+        assert!(first.is_usable() && first.uuid.len() == 36 && first.total_bytes > 0, "{first:?}");
         assert!(!first.filesystem.is_empty());
         assert_eq!(first.replicas, ["v1-0123abcd"]);
         assert_eq!(disks.add(disk.to_str().unwrap()).unwrap().uuid, first.uuid);
@@ -320,7 +320,7 @@ mod tests {
         assert!(disks.list()[0].problem.contains("no such directory"));
         fs::create_dir(&disk).unwrap();
         let found = disks.list().remove(0);
-        assert!(found.problem.is_empty() && found.uuid.len() == 36, "{found:?}");
+        assert!(found.is_usable() && found.uuid.len() == 36, "{found:?}");
         assert!(disk.join("replicas").is_dir());
         // The state when the mount is missing after a reboot.
         fs::rename(&disk, dir.path().join("elsewhere")).unwrap();
@@ -330,7 +330,7 @@ mod tests {
         assert!(found.uuid.is_empty() && found.problem.contains("mount the disk"), "{found:?}");
         assert_eq!(fs::read_dir(&disk).unwrap().count(), 0);
         let added = disks.add(disk.to_str().unwrap()).unwrap();
-        assert!(added.problem.is_empty(), "{added:?}");
+        assert!(added.is_usable(), "{added:?}");
     }
 
     #[test]

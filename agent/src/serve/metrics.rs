@@ -325,7 +325,7 @@ fn show_disks(disks: &[v1::Disk], page: &mut MetricsPage) {
         let path = [("disk", disk.path.as_str())];
         sizes.set(&path, disk.total_bytes);
         free.set(&path, disk.available_bytes);
-        usable.set(&path, u64::from(disk.problem.is_empty()));
+        usable.set(&path, u64::from(disk.is_usable()));
         replicas.set(&path, number(disk.replicas.len()));
     }
 }

@@ -103,7 +103,7 @@ pub fn endpoint(instance: &v1::Instance) -> PathBuf {
 pub async fn start_volume(disk: &Path, frontend: &str, client: &mut NodeClient<Channel>) -> v1::Instance {
     let path = disk.display().to_string();
     let added = client.add_disk(v1::AddDiskRequest { path }).await.unwrap().into_inner();
-    assert!(added.problem.is_empty(), "{added:?}");
+    assert!(added.is_usable(), "{added:?}");
     let mut replicas = Vec::new();
     for id in REPLICAS {
         client.start_replica(replica(disk, id)).await.unwrap();

@@ -256,9 +256,9 @@ impl<'a> Doctor<'a> {
                 ));
             }
             for (path, disk) in &agent.disks {
-                if !disk.problem.is_empty() {
+                if let Some(problem) = &disk.problem {
                     let fix = format!("shorthornctl disk drain {node} {path}  # or repair it");
-                    findings.push(failed(format!("disk {path} of node {node}: {}", disk.problem), fix));
+                    findings.push(failed(format!("disk {path} of node {node}: {problem}"), fix));
                     continue;
                 }
                 if let Some((node_of_other, other)) = owners.insert(&disk.uuid, (node, path.as_str()))

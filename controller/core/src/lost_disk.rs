@@ -7,7 +7,7 @@
 //! owner ([`crate::orphans`]).
 
 use crate::objects::{Node, Replica};
-use crate::observed::Agents;
+use crate::observed::{Agents, ObservedDisk};
 use crate::requests::{Change, RequestError, find_node};
 use crate::survivors::Losses;
 use crate::{ClusterState, NodeName};
@@ -137,7 +137,7 @@ impl RemoveDisk {
     fn is_usable(&self, agents: &Agents) -> bool {
         let agent = NodeName::new(&self.node).ok().and_then(|name| agents.get(&name));
         let disk = agent.filter(|agent| agent.is_synced()).and_then(|agent| agent.disks.get(&self.path));
-        disk.is_some_and(|disk| disk.problem.is_empty())
+        disk.is_some_and(ObservedDisk::is_usable)
     }
 }
 

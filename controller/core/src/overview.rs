@@ -121,8 +121,8 @@ impl Overview {
         for (path, disk) in agent.into_iter().flat_map(|agent| &agent.disks) {
             self.space.total_bytes = self.space.total_bytes.saturating_add(disk.total_bytes);
             self.space.available_bytes = self.space.available_bytes.saturating_add(disk.available_bytes);
-            if !disk.problem.is_empty() {
-                self.wrong.add(format!("disk {path} of node {name}"), "DiskProblem", &disk.problem);
+            if let Some(problem) = &disk.problem {
+                self.wrong.add(format!("disk {path} of node {name}"), "DiskProblem", problem);
             }
         }
         let scheduled = cluster.replicas.scheduled_on(name).into_iter().flat_map(BTreeMap::values);

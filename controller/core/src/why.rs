@@ -461,8 +461,7 @@ impl Explainer<'_> {
             let path = &replica.spec.disk_path;
             let Some(disk) = agent.and_then(|agent| agent.disks.get(path)) else { continue };
             let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
-            if !disk.problem.is_empty() {
-                let problem = &disk.problem;
+            if let Some(problem) = &disk.problem {
                 self.say(format!(
                     "Disk {path} of node {node}, which has replica {name}, cannot be used: {problem}."
                 ));

@@ -44,7 +44,7 @@ pub(super) fn disk(disk: v1::Disk) -> (String, ObservedDisk) {
         total_bytes: disk.total_bytes,
         // The content of the trash is deleted as soon as the disk needs its space.
         available_bytes: disk.available_bytes.saturating_add(disk.trash_bytes),
-        problem: disk.problem,
+        problem: nonempty(disk.problem),
     };
     (disk.path, observed)
 }

@@ -178,10 +178,10 @@ fn disk(cluster: &ClusterState, agents: &Agents, node: &Node, path: &String) -> 
     let scheduled = cluster.replicas.scheduled_on(name).and_then(|disks| disks.get(path));
     let scheduled = scheduled.map_or(0, |scheduled| scheduled.bytes);
     let problem = match (seen, stored) {
-        _ if spec.is_some_and(|spec| spec.lost) => "disk is given up (disk remove --lost)".to_owned(),
+        _ if spec.is_some_and(|spec| spec.lost) => Some("disk is given up (disk remove --lost)".to_owned()),
         (Some(seen), _) => seen.problem.clone(),
         (None, Some(stored)) => stored.problem.clone(),
-        (None, None) => String::new(),
+        (None, None) => None,
     };
     v1::NodeDisk {
         path: path.clone(),
@@ -192,7 +192,7 @@ fn disk(cluster: &ClusterState, agents: &Agents, node: &Node, path: &String) -> 
         available_bytes: seen.map_or(0, |seen| seen.available_bytes),
         scheduled_bytes: u64::try_from(scheduled).unwrap_or(u64::MAX),
         tags: spec.map(|spec| texts(&spec.tags)).unwrap_or_default(),
-        problem,
+        problem: problem.unwrap_or_default(),
         reserved_bytes: spec.map_or(0, |spec| spec.storage_reserved),
         eviction_requested: spec.is_some_and(|spec| spec.eviction_requested),
     }

@@ -133,6 +133,20 @@ impl v1::EngineMember {
     }
 }
 
+impl v1::Disk {
+    /// Returns the problem that keeps the agent from using the disk, and its remedy.
+    #[must_use]
+    pub fn known_problem(&self) -> Option<&str> {
+        Some(self.problem.as_str()).filter(|problem| !problem.is_empty())
+    }
+
+    /// Returns true if the agent can use the disk.
+    #[must_use]
+    pub fn is_usable(&self) -> bool {
+        self.known_problem().is_none()
+    }
+}
+
 impl v1::Replica {
     /// Returns the state of the replica in its engine; none unless the volume is attached.
     #[must_use]

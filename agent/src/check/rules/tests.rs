@@ -7,7 +7,7 @@ use crate::serve::network::Choice;
 fn well() -> Facts {
     let disk = DiskFacts {
         path: "/data/a".into(),
-        problem: String::new(),
+        problem: None,
         filesystem: "xfs".to_owned(),
         total_bytes: 1000,
         available_bytes: 500,
@@ -213,7 +213,7 @@ fn paths_are_words_of_a_shell() {
     assert_eq!(quoted(Path::new("/data/o'neil b")), "'/data/o'\\''neil b'");
     let problem = |facts: &mut Facts| {
         facts.disks[0].path = "/data/a b".into();
-        facts.disks[0].problem = "mounted read-only".to_owned();
+        facts.disks[0].problem = Some("mounted read-only".to_owned());
     };
     assert_ill(problem, "disks", Level::Failed, "/data/a b: mounted", "findmnt -T '/data/a b'");
 }
@@ -241,7 +241,7 @@ fn a_kubelet_needs_a_shared_mount() {
 fn disks_have_to_keep_replicas() {
     use Level::{Failed, Warned};
     assert_ill(|facts| facts.disks.clear(), "disks", Warned, "no disk", "disk discover");
-    let problem = |facts: &mut Facts| facts.disks[0].problem = "mounted read-only".to_owned();
+    let problem = |facts: &mut Facts| facts.disks[0].problem = Some("mounted read-only".to_owned());
     assert_ill(problem, "disks", Failed, "/data/a: mounted read-only", "repair the file system");
     for (kind, level, message) in [
         ("tmpfs", Failed, "does not keep replicas"),

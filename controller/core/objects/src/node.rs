@@ -158,8 +158,9 @@ pub struct DiskStatus {
     #[schemars(with = "schema::Quoted")]
     pub storage_available: u64,
     /// The problem and the remedy; empty if the disk is usable.
-    #[serde(default)]
-    pub problem: String,
+    #[serde(with = "super::optional::text")]
+    #[schemars(with = "String")]
+    pub problem: Option<String>,
 }
 
 #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
@@ -218,8 +219,16 @@ pub struct ObservedDisk {
     pub total_bytes: u64,
     /// The free bytes.
     pub available_bytes: u64,
-    /// The problem and the remedy; empty if the disk is usable.
-    pub problem: String,
+    /// The problem and the remedy; none if the disk is usable.
+    pub problem: Option<String>,
+}
+
+impl ObservedDisk {
+    /// Returns true if the agent can use the disk.
+    #[must_use]
+    pub const fn is_usable(&self) -> bool {
+        self.problem.is_none()
+    }
 }
 
 impl DiskStatus {

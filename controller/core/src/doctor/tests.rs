@@ -104,7 +104,12 @@ fn each_check_of_disks_finds_its_problem_and_names_the_remedy() {
     let disk = |change: fn(&mut crate::observed::ObservedDisk)| {
         move |example: &mut Example| change(example.agent("c").disks.get_mut(DISK).unwrap())
     };
-    assert_ill(disk(|disk| disk.problem = "read-only".to_owned()), "disks", Failed, &["disk drain c /disk"]);
+    assert_ill(
+        disk(|disk| disk.problem = Some("read-only".to_owned())),
+        "disks",
+        Failed,
+        &["disk drain c /disk"],
+    );
     assert_ill(disk(|disk| disk.available_bytes = 5 << 30), "disks", Warned, &["5 % free", "below 10 %"]);
     assert_ill(
         disk(|disk| disk.uuid = "disk-of-a".to_owned()),

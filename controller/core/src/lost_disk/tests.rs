@@ -49,11 +49,10 @@ fn cluster(occupied: bool) -> ClusterState {
     cluster
 }
 
-fn agents(problem: &str) -> Agents {
+fn agents(problem: Option<&str>) -> Agents {
     let mut agent = ObservedAgent { link: AgentLink::Synced, ..ObservedAgent::new("http://agent", now()) };
-    agent
-        .disks
-        .insert(DISK.to_owned(), ObservedDisk { problem: problem.to_owned(), ..ObservedDisk::default() });
+    let disk = ObservedDisk { problem: problem.map(str::to_owned), ..ObservedDisk::default() };
+    agent.disks.insert(DISK.to_owned(), disk);
     [(NodeName::new("n").unwrap(), agent)].into_iter().collect()
 }
 
@@ -63,51 +62,51 @@ fn remove(lost: bool, force: bool) -> RemoveDisk {
 
 #[test]
 fn only_an_empty_disk_is_taken_out_of_use() {
-    let refused = remove(false, false).apply(&cluster(true), &agents("")).unwrap_err();
+    let refused = remove(false, false).apply(&cluster(true), &agents(None)).unwrap_err();
     assert!(matches!(refused, RequestError::DiskHasReplicas { .. }) && refused.to_string().contains("drain"));
-    let Ok(Change::Store(node)) = remove(false, false).apply(&cluster(false), &agents("")) else {
+    let Ok(Change::Store(node)) = remove(false, false).apply(&cluster(false), &agents(None)) else {
         panic!("it stays")
     };
     assert!(node.spec.disks.is_empty());
-    let Ok(Change::Store(closed)) = remove(false, false).closed(&cluster(false), &agents("")) else {
+    let Ok(Change::Store(closed)) = remove(false, false).closed(&cluster(false), &agents(None)) else {
         panic!("a replica could still be placed there")
     };
     assert!(!closed.spec.disks[DISK].allow_scheduling);
     let mut cluster_closed = cluster(false);
     cluster_closed.insert(closed.into());
-    let again = remove(false, false).closed(&cluster_closed, &agents(""));
+    let again = remove(false, false).closed(&cluster_closed, &agents(None));
     assert!(matches!(again, Ok(Change::AlreadySo(_))));
-    assert!(remove(false, false).closed(&cluster(true), &agents("")).is_err(), "replicas are on it");
+    assert!(remove(false, false).closed(&cluster(true), &agents(None)).is_err(), "replicas are on it");
     let refused = remove(false, false).leave_trash(2).unwrap_err().to_string();
     assert!(refused.contains("2 directories") && refused.contains("--force"), "{refused}");
     assert!(remove(false, false).leave_trash(0).is_ok() && remove(false, true).leave_trash(2).is_ok());
     let other = RemoveDisk { path: "/other".to_owned(), ..remove(false, false) };
-    assert!(matches!(other.apply(&cluster(false), &agents("")), Err(RequestError::NoDisk { .. })));
+    assert!(matches!(other.apply(&cluster(false), &agents(None)), Err(RequestError::NoDisk { .. })));
 }
 
 #[test]
 fn a_disk_is_given_up_if_it_cannot_be_used_and_others_have_its_data_or_by_force() {
     let refused =
         |cluster: &ClusterState, problem| remove(true, false).apply(cluster, &agents(problem)).unwrap_err();
-    assert!(matches!(refused(&cluster(false), ""), RequestError::DiskIsUsable { .. }));
-    let last = refused(&cluster(true), "it is read-only");
+    assert!(matches!(refused(&cluster(false), None), RequestError::DiskIsUsable { .. }));
+    let last = refused(&cluster(true), Some("it is read-only"));
     assert!(matches!(&last, RequestError::DiskHasLast { volumes, .. } if volumes == "v"), "{last}");
     for change in [
-        remove(true, false).apply(&cluster(false), &agents("it is read-only")),
+        remove(true, false).apply(&cluster(false), &agents(Some("it is read-only"))),
         remove(true, false).apply(&cluster(false), &Agents::default()),
-        remove(true, true).apply(&cluster(true), &agents("")),
+        remove(true, true).apply(&cluster(true), &agents(None)),
     ] {
         let Ok(Change::Store(node)) = change else { panic!("{change:?}") };
         let disk = &node.spec.disks[DISK];
         assert!(disk.lost && disk.eviction_requested && !disk.allow_scheduling, "{disk:?}");
     }
     let mut cluster = cluster(true);
-    let Ok(Change::Store(node)) = remove(true, true).apply(&cluster, &agents("")) else {
+    let Ok(Change::Store(node)) = remove(true, true).apply(&cluster, &agents(None)) else {
         panic!("it is kept")
     };
     cluster.insert(node.into());
     assert!(cluster.replicas.values().all(|replica| given_up::is_disk_given_up(&cluster, replica)));
-    assert!(matches!(remove(true, false).apply(&cluster, &agents("")), Ok(Change::AlreadySo(_))));
+    assert!(matches!(remove(true, false).apply(&cluster, &agents(None)), Ok(Change::AlreadySo(_))));
     // It is well again.
     let (node, path, allow) = ("n".to_owned(), DISK.to_owned(), Some(true));
     let back = SetDisk { node, path, allow_scheduling: allow, ..SetDisk::default() }.apply(&cluster);
@@ -143,19 +142,19 @@ fn a_disk_with_a_reserved_place_stays() {
     let replica = self::cluster(true).replicas.values().next().unwrap().clone();
     assert!(cluster.reserve(vec![replica.clone()]));
     for change in [
-        remove(false, false).apply(&cluster, &agents("")),
-        remove(false, false).closed(&cluster, &agents("")),
+        remove(false, false).apply(&cluster, &agents(None)),
+        remove(false, false).closed(&cluster, &agents(None)),
     ] {
         assert!(matches!(change, Err(RequestError::DiskHasReplicas { .. })), "{change:?}");
     }
     cluster.forget_reservation(&replica.metadata.name);
-    assert!(remove(false, false).apply(&cluster, &agents("")).is_ok());
+    assert!(remove(false, false).apply(&cluster, &agents(None)).is_ok());
 }
 
 #[test]
 fn a_disk_that_its_agent_keeps_is_opened_again() {
     let mut cluster = cluster(false);
-    let Ok(Change::Store(closed)) = remove(false, false).closed(&cluster, &agents("")) else {
+    let Ok(Change::Store(closed)) = remove(false, false).closed(&cluster, &agents(None)) else {
         panic!("it is open")
     };
     cluster.insert(closed.into());
@@ -176,14 +175,14 @@ fn a_disk_that_its_agent_keeps_is_opened_again() {
 fn a_place_on_a_disk_that_was_closed_meanwhile_is_not_reserved() {
     let mut cluster = cluster(false);
     let replica = self::cluster(true).replicas.values().next().unwrap().clone();
-    let Ok(Change::Store(closed)) = remove(false, false).closed(&cluster, &agents("")) else {
+    let Ok(Change::Store(closed)) = remove(false, false).closed(&cluster, &agents(None)) else {
         panic!("it is open")
     };
     let mut open = cluster.nodes["n"].clone();
     cluster.insert(closed.into());
     assert!(!cluster.reserve(vec![replica.clone()]) && cluster.replicas.coming().next().is_none());
     // The same holds for a disk that is gone, and for a node that is drained.
-    let Ok(Change::Store(without)) = remove(false, false).apply(&cluster, &agents("")) else {
+    let Ok(Change::Store(without)) = remove(false, false).apply(&cluster, &agents(None)) else {
         panic!("nothing is on it")
     };
     cluster.insert(without.into());

@@ -34,7 +34,7 @@ fn problems_and_pending_events_are_shown_apart() {
         ..status_of_engine(1, EnginePhase::Serving)
     };
     example.engine_says(ObservedEngine::of(1, status));
-    example.agent("c").disks.get_mut("/disk").unwrap().problem = "it is read-only".to_owned();
+    example.agent("c").disks.get_mut("/disk").unwrap().problem = Some("it is read-only".to_owned());
     let ready = &mut example.node("b").status.conditions;
     ready.set(ConditionType::Ready, Finding::wrong("AgentUnreachable", "no route"), now());
     let overview = overview(&example);

@@ -180,10 +180,10 @@ fn take_over(node: &mut Node, agent: &ObservedAgent) {
     let known = |path: &String| match agent.disks.get(path) {
         Some(disk) => DiskStatus::of(disk, before.get(path)),
         None => DiskStatus {
-            problem: format!(
+            problem: Some(format!(
                 "the agent does not know this disk: run shorthornctl disk add {} {path}",
                 node.metadata.name
-            ),
+            )),
             ..DiskStatus::default()
         },
     };

@@ -5,7 +5,7 @@ use std::iter::Peekable;
 
 use super::{DiskCandidate, Limits, NodeCandidate};
 use crate::cluster_state::ScheduledBytes;
-use crate::objects::{ConditionType, DiskSpec, Node, Replica, Volume};
+use crate::objects::{ConditionType, DiskSpec, DiskStatus, Node, Replica, Volume};
 use crate::observed::{Agents, Detail, InstanceKey, ObservedAgent};
 use crate::{ClusterState, NodeName};
 
@@ -139,10 +139,7 @@ fn disk_candidate(node: &Node, agent: Option<&ObservedAgent>, path: &str, spec: 
         path: path.to_owned(),
         uuid: status.map(|status| status.disk_uuid.clone()).unwrap_or_default(),
         tags: spec.tags.clone(),
-        refusal: disk_refusal(
-            spec.allow_scheduling && !spec.eviction_requested,
-            status.map(|status| status.problem.as_str()),
-        ),
+        refusal: disk_refusal(spec, status),
         total_bytes: status.map_or(0, |status| status.storage_maximum),
         available_bytes: seen.map_or(0, |seen| seen.available_bytes),
         reserved_bytes: spec.storage_reserved,
@@ -161,11 +158,10 @@ fn not_ready(node: &Node, agent: Option<&ObservedAgent>) -> Option<String> {
     }
 }
 
-fn disk_refusal(allow_scheduling: bool, problem: Option<&str>) -> Option<String> {
-    match problem {
-        _ if !allow_scheduling => Some("disk is cordoned".to_owned()),
+fn disk_refusal(spec: &DiskSpec, status: Option<&DiskStatus>) -> Option<String> {
+    match status {
+        _ if !spec.allow_scheduling || spec.eviction_requested => Some("disk is cordoned".to_owned()),
         None => Some("agent has not reported the disk yet".to_owned()),
-        Some("") => None,
-        Some(problem) => Some(problem.to_owned()),
+        Some(status) => status.problem.clone(),
     }
 }

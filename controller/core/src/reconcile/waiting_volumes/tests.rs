@@ -64,7 +64,7 @@ fn only_a_node_with_room_for_the_smallest_waiting_volume_starts_a_search() {
         with(|node| {
             node.status.conditions.set(ConditionType::Ready, Finding::wrong("x", "x"), Timestamp::UNIX_EPOCH)
         }),
-        with(|node| node.status.disk_status.get_mut(DISK).unwrap().problem = "read-only".to_owned()),
+        with(|node| node.status.disk_status.get_mut(DISK).unwrap().problem = Some("read-only".to_owned())),
         with(|node| node.spec.disks.get_mut(DISK).unwrap().allow_scheduling = false),
         with(|node| node.spec.disks.clear()),
     ] {

@@ -184,7 +184,7 @@ fn full_node() -> Node {
         filesystem_type: "ext4".to_owned(),
         storage_maximum: 1 << 41,
         storage_available: 1 << 40,
-        problem: "p".to_owned(),
+        problem: Some("p".to_owned()),
     };
     Node {
         metadata: meta("n1"),
