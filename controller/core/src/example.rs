@@ -134,7 +134,7 @@ impl Example {
 
     pub(crate) fn engine_says(&mut self, engine: ObservedEngine) {
         let detail = Detail::Engine(Box::new(engine));
-        let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
+        let instance = Instance { state: InstanceState::Running, message: None, detail };
         let mut agent = self.agents.get_mut(&name("a")).unwrap();
         agent.instances.insert(InstanceKey::engine(&volume_name()), instance);
     }

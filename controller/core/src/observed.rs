@@ -283,8 +283,8 @@ impl InstanceKind {
 pub struct Instance {
     /// The state of the process.
     pub state: InstanceState,
-    /// The problem.
-    pub message: String,
+    /// The problem, or the event that the process waits for, if any.
+    pub message: Option<String>,
     /// The part that only one kind has.
     pub detail: Detail,
 }

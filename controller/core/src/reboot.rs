@@ -215,7 +215,7 @@ fn hold(cluster: &ClusterState, volume: &Volume, members: &[Member<'_>], node: &
         if engine.status.current_state == CurrentState::Unknown {
             return Some(format!(
                 "the engine is unreachable and may need the replica: {}",
-                engine.status.message
+                engine.status.problem()
             ));
         }
         if engine.status.phase == Some(EnginePhase::Frozen) {

@@ -231,7 +231,7 @@ impl Explainer<'_> {
             _ if status.is_serving() => self.explain_serving(engine),
             _ if status.phase == Some(EnginePhase::Frozen) => self.explain_frozen(),
             state => {
-                let why = after_colon(&status.message);
+                let why = after_colon(status.problem());
                 self.say(format!("The engine of volume {} is {}{why}.", self.name, state.as_str()));
                 self.hint(format!(
                     "See the log of shorthorn-engine@{} on its node. To retry, detach and attach the volume.",
@@ -317,7 +317,7 @@ impl Explainer<'_> {
                 &wanted.honoured.committed.members.filter(|id| !wanted.view.members.contains(id)),
             );
         } else if shown.phase() == Some(EnginePhase::Frozen) {
-            let why = after_colon(self.engine.map_or("", |engine| &engine.status.message));
+            let why = after_colon(self.engine.map_or("", |engine| engine.status.problem()));
             self.say(format!(
                 "Volume {} is frozen: too few replicas answer, so requests wait{why}.",
                 self.name

@@ -73,7 +73,7 @@ pub(super) fn instance(instance: v1::Instance) -> Option<(InstanceKey, Instance)
         (v1::InstanceKind::Unspecified, _) => return None,
     };
     let key = InstanceKey { kind, name: instance.name };
-    Some((key, Instance { state, message: instance.message, detail }))
+    Some((key, Instance { state, message: nonempty(instance.message), detail }))
 }
 
 fn engine(status: v1::EngineStatus) -> ObservedEngine {

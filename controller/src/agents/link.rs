@@ -253,7 +253,7 @@ mod tests {
         let fleet = Fleet::new(&known, Arc::new(store), Arc::new(Queue::new()), Metrics::default()).unwrap();
         let shown = |attach, allocated_bytes| Instance {
             state: InstanceState::Running,
-            message: String::new(),
+            message: None,
             detail: Detail::Replica(ObservedReplica {
                 attach: Some(attach),
                 allocated_bytes,

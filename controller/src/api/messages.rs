@@ -105,7 +105,7 @@ fn conditions(conditions: &Conditions) -> Vec<v1::Condition> {
 fn engine(engine: &Engine) -> v1::Engine {
     v1::Engine {
         node: text(engine.spec.node_id.as_ref()),
-        message: engine.status.message.clone(),
+        message: engine.status.problem().to_owned(),
         needs_upgrade: engine.status.needs_upgrade,
         ..v1::Engine::default()
     }

@@ -100,12 +100,14 @@ pub struct EngineStatus {
     #[schemars(with = "BTreeMap<String, MemberRecord>")]
     pub replica_mode_map: BTreeMap<ReplicaId, MemberRecord>,
     /// The problem, for people; empty if none.
-    #[serde(default)]
-    pub message: String,
+    #[serde(default, with = "super::optional::text")]
+    #[schemars(with = "String")]
+    pub message: Option<String>,
     /// The reason why the process could not be stopped yet, such as a device in use; empty if the stop was
     /// not refused.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub stop_refused: String,
+    #[serde(default, with = "super::optional::text", skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "String")]
+    pub stop_refused: Option<String>,
     /// The newest map of replicas that the process was given.
     #[serde(default)]
     pub map_revision: u64,
@@ -189,6 +191,12 @@ impl EngineStatus {
             expansion: reported.expansion.as_ref().map(Into::into),
             ..EngineStatus::default()
         }
+    }
+
+    /// Returns the problem for a text; empty if none.
+    #[must_use]
+    pub fn problem(&self) -> &str {
+        self.message.as_deref().unwrap_or_default()
     }
 
     /// Returns true if that replica is in the view, according to the engine.

@@ -91,7 +91,7 @@ fn mark_unreachable(engine: &Engine, reason: String) -> Decision {
         // The last status stays: most likely the engine still serves, and only the controller does not see
         // it.
         status.current_state = CurrentState::Unknown;
-        status.message = reason;
+        status.message = Some(reason);
     }
     write_status(&mut decision, engine, status);
     decision
@@ -130,7 +130,8 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, agent: &Observed
     match (instance, shown) {
         // Without the number it could be any engine, so it is neither used nor stopped.
         (_, Some(shown)) if shown.attach.is_none() => {
-            let message = "the agent does not say which attachment its engine is for: upgrade it".to_owned();
+            let message = "the agent does not say which attachment its engine is for: upgrade it";
+            let message = Some(message.to_owned());
             let status = EngineStatus { current_state: CurrentState::Error, message, ..cleared(engine) };
             write_status(&mut decision, engine, status);
         }
@@ -221,13 +222,13 @@ fn is_step(stored: &EngineStatus, shown: &EngineStatus) -> bool {
     stored.current_state == CurrentState::Starting
         && starts(shown.current_state)
         && !matches!(shown.phase, Some(EnginePhase::Serving | EnginePhase::Frozen))
-        && shown.message.is_empty()
+        && shown.message.is_none()
 }
 
 fn starting(engine: &Engine, volume: &Volume, failure: Option<&String>) -> EngineStatus {
     EngineStatus {
         current_state: if failure.is_some() { CurrentState::Error } else { CurrentState::Starting },
-        message: failure.cloned().unwrap_or_default(),
+        message: failure.cloned(),
         map_revision: engine.spec.map_revision,
         volume_size: Some(engine.spec.volume_size),
         rebuild: Some(volume.spec.rebuild),
@@ -247,6 +248,7 @@ fn cleared(engine: &Engine) -> EngineStatus {
 
 fn lost(engine: &Engine, message: String) -> EngineStatus {
     let lost_attach = engine.status.seen_attach.max(engine.spec.attach);
+    let message = Some(message);
     EngineStatus { current_state: CurrentState::Error, message, lost_attach, ..cleared(engine) }
 }
 
@@ -255,7 +257,7 @@ fn taken_over(engine: &Engine, instance: &Instance, shown: &ObservedEngine) -> E
     let attach = engine.spec.attach;
     debug_assert_eq!(shown.attach, Some(attach));
     if has_ended(instance, shown) {
-        let why = if instance.message.is_empty() { "no reason given" } else { &instance.message };
+        let why = instance.message.as_deref().unwrap_or("no reason given");
         let seen = EngineStatus { seen_attach: attach, ..engine.status.clone() };
         let engine = Engine { status: seen, ..engine.clone() };
         return lost(&engine, format!("the engine stopped by itself: {why}"));
@@ -333,15 +335,15 @@ fn stop(engine: &Engine, node: &NodeName, agent: &ObservedAgent) -> Decision {
 /// Returns the status of an engine that has to stop. An engine whose device is in use may serve for long. Its
 /// status is kept up to date, so that its volume is repaired meanwhile.
 fn stopping(engine: &Engine, agent: &ObservedAgent, failure: Option<&String>) -> EngineStatus {
-    let stop_refused = failure.unwrap_or(&engine.status.stop_refused).clone();
+    let stop_refused = failure.or(engine.status.stop_refused.as_ref()).cloned();
     match living(engine, agent) {
-        Some((instance, shown)) if !stop_refused.is_empty() => {
+        Some((instance, shown)) if stop_refused.is_some() => {
             EngineStatus { stop_refused, ..taken_over(engine, instance, shown) }
         }
         _ => EngineStatus {
             current_state: CurrentState::Stopping,
-            message: failure.cloned().unwrap_or_default(),
-            stop_refused: failure.cloned().unwrap_or_default(),
+            message: failure.cloned(),
+            stop_refused: failure.cloned(),
             ..engine.status.clone()
         },
     }

@@ -6,8 +6,8 @@ use std::time::Duration;
 use shorthorn_types::ReplicaId;
 
 use crate::objects::{
-    ConditionType, CurrentState, DesireState, Engine, EnginePhase, Finding, MemberMode, Replica, Robustness,
-    Volume,
+    ConditionType, CurrentState, DesireState, Engine, EnginePhase, EngineStatus, Finding, MemberMode,
+    Replica, Robustness, Volume,
 };
 use crate::{NodeName, ReplicaTarget};
 
@@ -30,7 +30,7 @@ pub(super) fn attached(volume: &Volume, engine: &Engine, replicas: &[&Replica]) 
     let status = &engine.status;
     match status.current_state {
         CurrentState::Unknown => {
-            return (Robustness::Unknown, Finding::wrong("NodeUnreachable", status.message.clone()));
+            return (Robustness::Unknown, Finding::wrong("NodeUnreachable", status.problem()));
         }
         CurrentState::Error => return (Robustness::Faulted, engine_trouble(engine)),
         _ => {}
@@ -41,13 +41,13 @@ pub(super) fn attached(volume: &Volume, engine: &Engine, replicas: &[&Replica]) 
         Some(EnginePhase::Frozen) => {
             let message = format!(
                 "the engine has lost its quorum and serves nothing ({}); bring the missing replicas back: {}",
-                said(&status.message),
+                said(status),
                 missing(engine, replicas)
             );
             (Robustness::Faulted, Finding::wrong("NoQuorum", message))
         }
         _ => {
-            let message = format!("the engine is starting ({})", said(&status.message));
+            let message = format!("the engine is starting ({})", said(status));
             (Robustness::Unknown, Finding::wrong("EngineStarting", message))
         }
     }
@@ -59,7 +59,7 @@ pub(super) fn engine_trouble(engine: &Engine) -> Finding {
     let message = format!(
         "the engine on node {node} fails ({}); see the log of its unit there, and detach and attach to try \
          again",
-        said(&engine.status.message)
+        said(&engine.status)
     );
     Finding::wrong("EngineFailed", message)
 }
@@ -136,8 +136,8 @@ fn missing(engine: &Engine, replicas: &[&Replica]) -> String {
     replicas.iter().filter_map(reason).collect::<Vec<_>>().join("; ")
 }
 
-fn said(message: &str) -> &str {
-    if message.is_empty() { "no reason given" } else { message }
+fn said(status: &EngineStatus) -> &str {
+    status.message.as_deref().unwrap_or("no reason given")
 }
 
 /// The decision on starting the engine now.

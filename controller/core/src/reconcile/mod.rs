@@ -148,7 +148,7 @@ pub fn is_urgent(cluster: &ClusterState, key: &Key) -> bool {
 /// Returns true if a volume that is to be deleted continues for now, because its device is in use.
 fn is_held(cluster: &ClusterState, volume: &Volume) -> bool {
     let engine = cluster.engines.get(&volume.metadata.name);
-    engine.is_some_and(|engine| !engine.status.stop_refused.is_empty())
+    engine.is_some_and(|engine| engine.status.stop_refused.is_some())
 }
 
 /// Returns the objects whose reconcilers look at the object `key`, that one included: they run when it

@@ -138,7 +138,7 @@ fn store_changed(context: &Context<'_>, replica: &Replica, status: ReplicaStatus
 
 /// Copies the status of a process.
 fn take_over(status: &mut ReplicaStatus, instance: &Instance) {
-    status.message.clone_from(&instance.message);
+    status.message = instance.message.clone().unwrap_or_default();
     status.addresses.clear();
     status.current_state = match instance.state {
         InstanceState::Starting => CurrentState::Starting,

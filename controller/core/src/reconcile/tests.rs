@@ -69,7 +69,7 @@ fn agents(on_b: Option<u64>) -> Agents {
                 attach: Some(attach),
                 ..ObservedEngine::default()
             }));
-            let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
+            let instance = Instance { state: InstanceState::Running, message: None, detail };
             agent.instances.insert(InstanceKey::engine(&VolumeName::new("v").unwrap()), instance);
         }
         agents.insert(NodeName::new(name).unwrap(), agent);
@@ -127,7 +127,8 @@ fn an_agent_with_another_name_is_asked_for_nothing() {
     let actions = decide(&cluster(), &agents);
     let [Action::Write(object)] = actions.as_slice() else { panic!("{actions:#?}") };
     let Object::Engine(engine) = &**object else { panic!("{object:#?}") };
-    assert!(engine.status.message.contains("says that it is node \"other\""), "{}", engine.status.message);
+    let message = engine.status.message.as_deref().unwrap_or_default();
+    assert!(message.contains("says that it is node \"other\""), "{message}");
 }
 
 #[test]

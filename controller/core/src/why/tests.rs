@@ -115,7 +115,7 @@ impl Case {
         self.engine().status.phase = Some(status.phase);
         let instance = Instance {
             state: InstanceState::Running,
-            message: String::new(),
+            message: None,
             detail: Detail::Engine(Box::new(ObservedEngine::of(1, status))),
         };
         let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
@@ -299,7 +299,7 @@ fn volumes_that_wait_for_the_arbiter() {
 fn volumes_whose_engine_cannot_serve() {
     let mut case = Case::healthy();
     case.engine_says(status_of_engine(1, EnginePhase::Frozen));
-    case.engine().status.message = "1 of 3".to_owned();
+    case.engine().status.message = Some("1 of 3".to_owned());
     case.away(MemberMode::Failed, "connection reset");
     let words = [
         "too few replicas answer",
@@ -323,7 +323,7 @@ fn volumes_whose_engine_cannot_serve() {
     let mut case = Case::healthy();
     case.engine().status.current_state = CurrentState::Error;
     case.engine().status.phase = None;
-    case.engine().status.message = "no frontend works".to_owned();
+    case.engine().status.message = Some("no frontend works".to_owned());
     check(
         "engine error",
         &case,

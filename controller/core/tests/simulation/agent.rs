@@ -203,7 +203,7 @@ impl SimAgent {
         if late {
             self.strays.insert(key.clone());
         }
-        let instance = Instance { state: InstanceState::Starting, message: String::new(), detail };
+        let instance = Instance { state: InstanceState::Starting, message: None, detail };
         self.set(key, instance, events);
     }
 
@@ -342,7 +342,7 @@ impl SimAgent {
         if attach_of(engine) < newest && engine.phase() != Some(EnginePhase::Stopped) {
             let mut engine = engine.clone();
             status_of(&mut engine).phase = EnginePhase::Stopped;
-            let message = "fenced by a newer engine".to_owned();
+            let message = Some("fenced by a newer engine".to_owned());
             let fenced = Instance { state: InstanceState::Error, message, detail: Detail::Engine(engine) };
             self.set(key, fenced, events);
         }

@@ -254,7 +254,7 @@ fn a_deletion_does_not_wait_for_a_node_that_does_not_answer() {
     let engine = InstanceKey::engine(&left.spec.volume_name);
     let detail =
         Detail::Engine(Box::new(ObservedEngine { attach: Some(ATTACH - 1), ..ObservedEngine::default() }));
-    let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
+    let instance = Instance { state: InstanceState::Running, message: None, detail };
     agents.get_mut(&NodeName::new("b").unwrap()).unwrap().instances.insert(engine.clone(), instance);
     let calls = all_rounds(&mut cluster, &agents);
     let stop = AgentCall::StopInstance { instance: engine, attach: ATTACH };

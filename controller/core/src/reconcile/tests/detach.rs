@@ -38,7 +38,7 @@ pub(super) fn agents_with(members: &[(u64, MemberMode)]) -> Agents {
         ..status_of_engine(ATTACH, EnginePhase::Serving)
     };
     let detail = Detail::Engine(Box::new(ObservedEngine::of(ATTACH, status)));
-    let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
+    let instance = Instance { state: InstanceState::Running, message: None, detail };
     let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.insert(key, instance);
     agents
@@ -110,7 +110,7 @@ fn a_volume_in_use_stays_attached_if_it_is_wanted_there_again() {
     assert_eq!((status.state, status.attach), (VolumeState::Attached, ATTACH), "{status:#?}");
     let engine = &cluster.engines["v"];
     assert_eq!(engine.spec.desire_state, DesireState::Running);
-    assert!(engine.status.is_serving() && engine.status.stop_refused.is_empty(), "{:#?}", engine.status);
+    assert!(engine.status.is_serving() && engine.status.stop_refused.is_none(), "{:#?}", engine.status);
 }
 
 #[test]

@@ -24,7 +24,7 @@ fn a_volume_shows_its_members_its_sizes_and_its_problem() {
     let name = VolumeName::new("v").unwrap();
     for (node, id, allocated_bytes) in [("a", 1, 3 << 29), ("b", 2, 1 << 30)] {
         let detail = Detail::Replica(ObservedReplica { allocated_bytes, ..ObservedReplica::default() });
-        let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
+        let instance = Instance { state: InstanceState::Running, message: None, detail };
         let key = InstanceKey::replica(&name, ReplicaId::from_random(id));
         agents.get_mut(&NodeName::new(node).unwrap()).unwrap().instances.insert(key, instance);
     }

@@ -57,7 +57,7 @@ fn a_grant_is_unreported_until_all_that_is_stored_is_as_new() {
         views: Some(Box::new(report)),
         ..ObservedReplica::default()
     });
-    let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
+    let instance = Instance { state: InstanceState::Running, message: None, detail };
     view_of.instances.insert(InstanceKey::replica(&VolumeName::new("v").unwrap(), id(1)), instance);
     drop(view_of);
     assert!(!is_reported(&example), "the stored engine has the members of before");

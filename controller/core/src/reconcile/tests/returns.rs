@@ -78,7 +78,7 @@ fn the_process_of_a_left_behind_replica_is_stopped_before_an_engine_uses_it() {
     let observed =
         ObservedReplica { addresses: vec!["tcp:10.0.0.1:7000".to_owned()], ..ObservedReplica::default() };
     let running =
-        Instance { state: InstanceState::Running, message: String::new(), detail: Detail::Replica(observed) };
+        Instance { state: InstanceState::Running, message: None, detail: Detail::Replica(observed) };
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.insert(instance.clone(), running);
     let key = Key::new(Kind::Replica, &instance.name);
     let status = |cluster: &ClusterState| cluster.replicas[&key.name].status.clone();
@@ -145,8 +145,7 @@ fn a_replica_left_behind_names_the_engine_that_it_waits_for() {
     let detail =
         Detail::Engine(Box::new(ObservedEngine { attach: Some(ATTACH - 1), ..ObservedEngine::default() }));
     let mut b = agents.get_mut(&NodeName::new("b").unwrap()).unwrap();
-    b.instances
-        .insert(engine.clone(), Instance { state: InstanceState::Running, message: String::new(), detail });
+    b.instances.insert(engine.clone(), Instance { state: InstanceState::Running, message: None, detail });
     b.failures.insert(engine, failure("StopInstance", "/dev/longhorn/v is in use"));
     drop(b);
     let [left] = cluster.replicas.values().cloned().collect::<Vec<_>>().try_into().unwrap();
@@ -175,8 +174,7 @@ fn a_node_that_was_given_up_and_is_back_in_the_middle_of_a_deletion_changes_noth
     let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
     let detail = Detail::Engine(Box::new(crate::example::engine_in(ATTACH, EnginePhase::Serving)));
     let mut b = agents.get_mut(&NodeName::new("b").unwrap()).unwrap();
-    b.instances
-        .insert(key.clone(), Instance { state: InstanceState::Running, message: String::new(), detail });
+    b.instances.insert(key.clone(), Instance { state: InstanceState::Running, message: None, detail });
     b.failures.insert(key, failure("StopInstance", IN_USE));
     drop(b);
     let is_about_data =
@@ -218,7 +216,7 @@ fn a_process_on_a_disk_that_is_given_up_is_stopped_until_it_is_gone() {
     for (key, disk) in [(&known, DISK), (&forgotten, DISK), (&elsewhere, "/var/lib/longhorn2")] {
         let directory = Some(format!("{disk}/replicas/{}", key.name));
         let detail = Detail::Replica(ObservedReplica { directory, ..ObservedReplica::default() });
-        let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
+        let instance = Instance { state: InstanceState::Running, message: None, detail };
         agents.get_mut(&NodeName::new("b").unwrap()).unwrap().instances.insert(key.clone(), instance);
     }
     let decide = |agents: &Agents| {

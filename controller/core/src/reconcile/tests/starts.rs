@@ -168,11 +168,8 @@ fn engine_after(phase: EnginePhase, now: Timestamp) -> Option<EngineStatus> {
     cluster.insert(engine.into());
     let mut agents = agents(None);
     let shown = engine_in(ATTACH, phase);
-    let instance = Instance {
-        state: InstanceState::Running,
-        message: String::new(),
-        detail: Detail::Engine(Box::new(shown)),
-    };
+    let instance =
+        Instance { state: InstanceState::Running, message: None, detail: Detail::Engine(Box::new(shown)) };
     let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.insert(key, instance);
     let settings = Settings::default();
@@ -258,7 +255,7 @@ fn asking(granted: Option<View>, target: View, honoured: &ReplicaReport) -> (Clu
     let frozen = status_of_engine(ATTACH, EnginePhase::Frozen);
     let shown = ObservedEngine::of(ATTACH, observed::EngineStatus { grant_wanted: Some(wanted), ..frozen });
     let detail = Detail::Engine(Box::new(shown));
-    let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
+    let instance = Instance { state: InstanceState::Running, message: None, detail };
     let mut agents = agents(None);
     let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.insert(key, instance);

@@ -72,7 +72,7 @@ impl Run<'_> {
             self.set_settled(finding);
         } else {
             let finding = match status.current_state {
-                CurrentState::Unknown => Finding::wrong("NodeUnreachable", status.message.clone()),
+                CurrentState::Unknown => Finding::wrong("NodeUnreachable", status.problem()),
                 _ => Finding::wrong("EngineStarting", "the engine is being started"),
             };
             self.set_settled_of_start(finding);
@@ -163,7 +163,7 @@ impl Run<'_> {
                 self.key(),
                 true,
                 "EngineLost",
-                format!("{}; attaching again", engine.status.message),
+                format!("{}; attaching again", engine.status.problem()),
             );
         } else {
             self.decision.again_after(left);

@@ -118,13 +118,13 @@ impl Run<'_> {
             return;
         };
         if engine.status.current_state == CurrentState::Unknown {
-            let finding = Finding::wrong("NodeUnreachable", engine.status.message.clone());
+            let finding = Finding::wrong("NodeUnreachable", engine.status.problem());
             self.set_health(Robustness::Unknown, finding);
             return;
         }
         let is_current = engine.spec.attach == self.stored.status.attach
             && engine.status.seen_attach == engine.spec.attach;
-        if engine.status.stop_refused.is_empty() || !is_current {
+        if engine.status.stop_refused.is_none() || !is_current {
             return;
         }
         self.report_health(engine);
@@ -163,10 +163,10 @@ impl Run<'_> {
         }
         let finding = match (engine.status.current_state, &engine.status.stop_refused) {
             (CurrentState::Unknown, _) => {
-                self.fence(engine, &engine.status.message);
+                self.fence(engine, engine.status.problem());
                 return false;
             }
-            (_, refused) if !refused.is_empty() => {
+            (_, Some(refused)) => {
                 Finding::wrong("EngineNotStopped", format!("the engine cannot be stopped yet: {refused}"))
             }
             _ => Finding::wrong("Detaching", "the engine is being stopped"),

@@ -346,7 +346,7 @@ impl<'a> Run<'a> {
             })
             .collect();
         let is_there =
-            engine.spec.desire_state == DesireState::Running || !engine.status.stop_refused.is_empty();
+            engine.spec.desire_state == DesireState::Running || engine.status.stop_refused.is_some();
         let running = is_there && engine.spec.attach == self.stored.status.attach;
         if running && targets != *known && !targets.is_empty() {
             let map_revision = engine.spec.map_revision + 1;

@@ -491,7 +491,7 @@ fn check_reason(object: &Object) {
             !replica.status.message.is_empty()
         }
         Object::Engine(engine) if engine.status.current_state == CurrentState::Unknown => {
-            !engine.status.message.is_empty()
+            engine.status.message.is_some()
         }
         _ => true,
     };

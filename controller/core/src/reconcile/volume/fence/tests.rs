@@ -86,7 +86,7 @@ impl Lost {
         let views = Some(Box::new(ReplicaReport { committed, proposed: Vec::new() }));
         let detail =
             Detail::Replica(ObservedReplica { attach: Some(attach), views, ..ObservedReplica::default() });
-        let instance = Instance { state: InstanceState::Running, message: String::new(), detail };
+        let instance = Instance { state: InstanceState::Running, message: None, detail };
         let key = InstanceKey::replica(&VolumeName::new("v").unwrap(), id(at));
         self.agents.get_mut(&node(at)).unwrap().instances.insert(key, instance);
     }
