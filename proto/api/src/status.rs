@@ -369,14 +369,14 @@ impl From<v1::ReadFindings> for ReadFindings {
 impl From<ExpansionStatus> for v1::Expansion {
     fn from(expansion: ExpansionStatus) -> v1::Expansion {
         let ExpansionStatus { size_bytes, message, next_attach } = expansion;
-        v1::Expansion { size_bytes, message, next_attach }
+        v1::Expansion { size_bytes, message: message.unwrap_or_default(), next_attach }
     }
 }
 
 impl From<v1::Expansion> for ExpansionStatus {
     fn from(expansion: v1::Expansion) -> ExpansionStatus {
         let v1::Expansion { size_bytes, message, next_attach } = expansion;
-        ExpansionStatus { size_bytes, message, next_attach }
+        ExpansionStatus { size_bytes, message: nonempty(message), next_attach }
     }
 }
 

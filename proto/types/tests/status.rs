@@ -1,7 +1,9 @@
 //! Tests the lines of control sockets: processes of different versions read them.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use shorthorn_types::status::{EnginePhase, MemberMode, MemberStatus, ReplicaPhase, ReplicaStatus};
+use shorthorn_types::status::{
+    EnginePhase, ExpansionStatus, MemberMode, MemberStatus, ReplicaPhase, ReplicaStatus,
+};
 use shorthorn_types::{Generation, ReplicaId};
 
 /// Returns the status of a replica as release 0.1.0 writes it.
@@ -69,4 +71,14 @@ fn a_wait_for_a_member_is_reported_by_a_field_and_by_release_0_1_0_by_a_message(
     let mut failed = MemberStatus::of(ReplicaId::from_random(1), MemberMode::Failed);
     failed.begin_wait("late".to_owned());
     assert_eq!((failed.is_awaited(), failed.times_awaited, failed.message.as_str()), (false, 0, ""));
+}
+
+#[test]
+fn an_expansion_without_an_obstacle_has_an_empty_message() {
+    for (text, message) in [("", None), ("full", Some("full".to_owned()))] {
+        let line = format!(r#"{{"size_bytes":4096,"message":"{text}","next_attach":false}}"#);
+        let status: ExpansionStatus = serde_json::from_str(&line).unwrap();
+        assert_eq!(status.message, message);
+        assert_eq!(serde_json::to_string(&status).unwrap(), line);
+    }
 }

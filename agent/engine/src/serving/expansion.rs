@@ -32,14 +32,14 @@ impl Serving<'_> {
         );
         self.spec.size_bytes = size_bytes;
         self.context().connector.set_size(size_bytes);
-        self.show_expansion(String::new(), false);
+        self.show_expansion(None, false);
         self.expansion = Some(ExpansionTask::grow_replicas(Arc::clone(self.rebuild_tasks.context()))?);
         // A formerly too large replica may be accepted.
         self.rebuild_tasks.retry_now();
         Ok(())
     }
 
-    fn show_expansion(&self, message: String, next_attach: bool) {
+    fn show_expansion(&self, message: Option<String>, next_attach: bool) {
         let size_bytes = self.spec.size_bytes;
         self.publish(|engine| {
             engine.expansion = Some(ExpansionStatus { size_bytes, message, next_attach });
@@ -54,7 +54,7 @@ impl Serving<'_> {
 
     pub(super) fn resize_device(&mut self) -> Result<(), EngineError> {
         let size_bytes = self.spec.size_bytes;
-        self.show_expansion(String::new(), false);
+        self.show_expansion(None, false);
         let (context, device) = (Arc::clone(self.rebuild_tasks.context()), Arc::clone(&self.device));
         self.expansion = Some(ExpansionTask::resize(context, device, size_bytes)?);
         Ok(())
@@ -63,12 +63,12 @@ impl Serving<'_> {
     pub(super) fn expansion_progress(&self, progress: ExpansionProgress) {
         let volume = &self.spec.volume;
         match progress {
-            ExpansionProgress::Waiting(message) => self.show_expansion(message, false),
+            ExpansionProgress::Waiting(message) => self.show_expansion(Some(message), false),
             ExpansionProgress::NextAttach(message) => {
                 tracing::warn!(
                     %volume, message, "the device keeps its size until the volume is attached again"
                 );
-                self.show_expansion(message, true);
+                self.show_expansion(Some(message), true);
             }
             ExpansionProgress::Resized { size_bytes } => {
                 tracing::info!(%volume, size_bytes, "expanded");

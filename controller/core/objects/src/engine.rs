@@ -217,8 +217,9 @@ impl EngineStatus {
 #[serde(rename_all = "camelCase")]
 pub struct ExpansionStatus {
     /// The obstacle of the expansion; empty if it is under way.
-    #[serde(default)]
-    pub message: String,
+    #[serde(default, with = "super::optional::text")]
+    #[schemars(with = "String")]
+    pub message: Option<String>,
     /// True if the device grows only with the next attachment.
     #[serde(default)]
     pub next_attach: bool,

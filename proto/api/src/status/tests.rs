@@ -137,7 +137,11 @@ fn engine() -> EngineStatus {
         device: Some("43:0".to_owned()),
         size_bytes: 4096,
         lost_writes: true,
-        expansion: Some(ExpansionStatus { size_bytes: 8192, message: "full".to_owned(), next_attach: true }),
+        expansion: Some(ExpansionStatus {
+            size_bytes: 8192,
+            message: Some("full".to_owned()),
+            next_attach: true,
+        }),
         grant_wanted: Some(GrantWanted { view: view(), honoured, stored: view().members }),
         resync: Some(copy()),
         scrub: Some(scrub()),

@@ -69,13 +69,17 @@ impl Run<'_> {
     }
 
     fn find_expansion(&self) -> Finding {
-        let waits = self.engine.and_then(|engine| engine.status.expansion.as_ref());
-        match waits {
-            Some(waits) if waits.next_attach => Finding::wrong(
+        let expansion = self.engine.and_then(|engine| engine.status.expansion.as_ref());
+        let obstacle = expansion.and_then(|expansion| expansion.message.as_deref());
+        if expansion.is_some_and(|expansion| expansion.next_attach) {
+            let why = obstacle.unwrap_or_default();
+            return Finding::wrong(
                 NEXT_ATTACH,
-                format!("the device has its new size when the volume is attached again: {}", waits.message),
-            ),
-            Some(waits) if !waits.message.is_empty() => Finding::wrong("Expanding", waits.message.clone()),
+                format!("the device has its new size when the volume is attached again: {why}"),
+            );
+        }
+        match obstacle {
+            Some(obstacle) => Finding::wrong("Expanding", obstacle),
             _ if self.next.status.state == VolumeState::Attached => {
                 Finding::wrong("Expanding", "the replicas and the device are being made larger")
             }

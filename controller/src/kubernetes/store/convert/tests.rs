@@ -142,7 +142,7 @@ fn full_engine() -> Engine {
             current_size: Some(1 << 39),
             lost_writes: true,
             damaged_ranges: 2,
-            expansion: Some(ExpansionStatus { message: "m".to_owned(), next_attach: true }),
+            expansion: Some(ExpansionStatus { message: Some("m".to_owned()), next_attach: true }),
             rebuild: Some(REBUILD),
             needs_upgrade: Some(true),
         },
