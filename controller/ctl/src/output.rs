@@ -354,16 +354,24 @@ pub(super) fn node_rows(node: &v1::NodeObject) -> Vec<Vec<String>> {
 fn readiness(node: &v1::NodeObject) -> (&'static str, String) {
     let ready = node.conditions.iter().find(|condition| condition.r#type == "Ready");
     let word = ready.map_or("unknown", |ready| if ready.status { "yes" } else { "no" });
-    let mut message = ready.map(|ready| ready.message.clone()).unwrap_or_default();
-    if node.deleting {
-        let left = if message.is_empty() { String::new() } else { format!(": {message}") };
-        message = format!("given up{left}");
-    } else if message.is_empty() && !node.allow_scheduling {
-        message = if node.eviction_requested { "drained" } else { "cordoned" }.to_owned();
-    } else if message.is_empty() && node.machine_cordoned {
-        message = "cordoned in Kubernetes".to_owned();
-    }
+    let problem = ready.filter(|ready| !ready.status).and_then(|ready| nonempty(ready.message.clone()));
+    let message = match problem {
+        Some(problem) if node.deleting => format!("given up: {problem}"),
+        None if node.deleting => "given up".to_owned(),
+        Some(problem) => problem,
+        None => closed_to_replicas(node).to_owned(),
+    };
     (word, message)
+}
+
+/// Returns the reason why a node gets no new replicas, in a few words; empty if it gets some.
+const fn closed_to_replicas(node: &v1::NodeObject) -> &'static str {
+    match (node.allow_scheduling, node.eviction_requested) {
+        (false, true) => "drained",
+        (false, false) => "cordoned",
+        (true, _) if node.machine_cordoned => "cordoned in Kubernetes",
+        (true, _) => "",
+    }
 }
 
 /// Formats names and values, a line each.

@@ -272,7 +272,7 @@ pub(crate) fn trashed(node: &NodeName, trashed: &v1::TrashedReplica) -> Option<T
         deleted_ms: trashed.deleted_ms,
         holds: holds(trashed),
         restored: trashed.restored,
-        record: serde_json::from_str(&trashed.record).ok().filter(|_| trashed.problem.is_empty()),
+        record: trashed.known_record().and_then(|record| serde_json::from_str(record).ok()),
     })
 }
 

@@ -147,6 +147,14 @@ impl v1::Disk {
     }
 }
 
+impl v1::TrashedReplica {
+    /// Returns the record of its deletion; none if the directory cannot be restored.
+    #[must_use]
+    pub fn known_record(&self) -> Option<&str> {
+        self.problem.is_empty().then_some(self.record.as_str())
+    }
+}
+
 impl v1::Replica {
     /// Returns the state of the replica in its engine; none unless the volume is attached.
     #[must_use]
