@@ -41,9 +41,8 @@ pub enum Notice {
 }
 
 /// The length of a requested read, and its place in the slot's buffer.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 struct Asked {
-    /// The requested bytes, or 0.
     bytes: u32,
     buffer_offset: u32,
 }
@@ -70,8 +69,8 @@ pub struct QueueLink {
     phase: LinkPhase,
     /// Slots from here on are for copies.
     depth: u16,
-    /// Per slot: the read that the slot requested from this replica.
-    asked: Box<[Asked]>,
+    /// Per slot: the read that the slot requested from this replica, until its answer.
+    asked: Box<[Option<Asked>]>,
     /// The read whose data is being received, and the buffer for it.
     receiving: Option<(Header, IoBuf)>,
 }
@@ -95,7 +94,7 @@ impl QueueLink {
             framed: None,
             phase: LinkPhase::Closed,
             depth: slots.depth,
-            asked: vec![Asked::default(); usize::from(slots.depth + slots.copies)].into(),
+            asked: vec![None; usize::from(slots.depth + slots.copies)].into(),
             receiving: None,
         }
     }
@@ -111,7 +110,7 @@ impl QueueLink {
         let stream = Stream::new(socket, token(KIND_SEND), token(KIND_RECEIVE), limits);
         self.framed = Some(Framed { stream, session });
         (self.phase, self.receiving) = (LinkPhase::Open, None);
-        self.asked.fill(Asked::default());
+        self.asked.fill(None);
         true
     }
 
@@ -155,7 +154,7 @@ impl QueueLink {
         header.flags = flags;
         header.data_check = data_check;
         if opcode == Opcode::Read {
-            self.asked[usize::from(slot.slot)] = Asked { bytes: length, buffer_offset };
+            self.asked[usize::from(slot.slot)] = Some(Asked { bytes: length, buffer_offset });
         }
         let payload = (opcode == Opcode::Write).then_some(data);
         if self.is_absent() {
@@ -322,10 +321,12 @@ impl QueueLink {
     /// if all of the data has arrived.
     fn begin_payload(&mut self, header: Header, arena: &Arena) -> Result<bool, String> {
         let slot = self.slot_of(&header)?;
-        let Asked { bytes, buffer_offset } = std::mem::take(&mut self.asked[usize::from(slot.slot)]);
-        if bytes != header.length_bytes || bytes == 0 {
+        let asked = self.asked[usize::from(slot.slot)].take();
+        let Some(Asked { bytes, buffer_offset }) = asked.filter(|asked| asked.bytes == header.length_bytes)
+        else {
+            let bytes = asked.map_or(0, |asked| asked.bytes);
             return Err(format!("the answer {header} does not fit {bytes} bytes asked for"));
-        }
+        };
         self.take_header();
         let target = arena.buf(usize::from(slot.slot)).part(buffer_offset as usize, bytes as usize);
         self.receiving = Some((header, target));
@@ -359,7 +360,7 @@ impl QueueLink {
             return Ok(());
         }
         let slot = self.slot_of(header)?;
-        self.asked[usize::from(slot.slot)].bytes = 0;
+        self.asked[usize::from(slot.slot)] = None;
         let outcome = header.outcome();
         events.push(if header.opcode == Opcode::Verify {
             let check =
