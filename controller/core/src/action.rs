@@ -92,9 +92,9 @@ pub enum AgentCall {
     StopInstance {
         /// The instance to stop.
         instance: InstanceKey,
-        /// The limit for engines: they are stopped only if their attachment is this one or an older one. 0:
-        /// any.
-        attach: u64,
+        /// The limit for engines: they are stopped only if their attachment is this one or an older one. None:
+        /// the agent stops an engine of any attachment.
+        attach: Option<u64>,
     },
     /// Deletes the directory of a stopped replica.
     DeleteReplica {

@@ -247,7 +247,7 @@ pub(super) fn message(call: &AgentCall) -> Message {
         AgentCall::StopInstance { instance, attach } => Message::StopInstance(v1::StopInstanceRequest {
             kind: kind_of(instance.kind).into(),
             name: instance.name.clone(),
-            attach: *attach,
+            attach: attach.unwrap_or_default(),
         }),
         AgentCall::DeleteReplica { disk_path, disk_uuid, volume, replica_id, record } => {
             Message::DeleteReplica(v1::DeleteReplicaRequest {

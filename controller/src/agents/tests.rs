@@ -101,7 +101,7 @@ async fn a_call_that_an_older_agent_does_not_know_names_the_agent_to_upgrade() {
     let node = NodeName::new("a").unwrap();
     let fleet = fleet(&node, &socket);
     let volume = VolumeName::new("v").unwrap();
-    let call = AgentCall::StopInstance { instance: InstanceKey::engine(&volume), attach: 1 };
+    let call = AgentCall::StopInstance { instance: InstanceKey::engine(&volume), attach: Some(1) };
     let away = fleet.call(&node, &call).await.unwrap_err();
     assert!(matches!(away, CallError::OutOfReach(_)), "{away}");
     fleet.change(&node, |agent| {

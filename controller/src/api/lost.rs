@@ -123,7 +123,7 @@ impl Api {
             .map_err(|error| status::of_request(&error))?;
         tracing::warn!(node, disk_path, name, "an orphan is deleted");
         let instance = InstanceKey::replica(&orphan.volume, orphan.replica_id);
-        let stop = AgentCall::StopInstance { instance, attach: 0 };
+        let stop = AgentCall::StopInstance { instance, attach: None };
         self.fleet.call(&orphan.node, &stop).await.map_err(|error| status::of_call(&error))?;
         // The stop may have taken long: an undeletion may have stored it meanwhile.
         let orphan = orphans::find(&self.store.state(), vec![orphan], &node, &disk_path, &name)

@@ -63,7 +63,8 @@ fn stop_strays(context: &Context<'_>, engine: &Engine, node: &NodeName, decision
     for (other, agent) in shown.filter(|(other, _)| *other != node) {
         let stray = agent.instances.get(&key).filter(|_| agent.is_synced());
         if stray.is_some_and(|stray| is_older(stray, engine.spec.attach)) {
-            let call = AgentCall::StopInstance { instance: key.clone(), attach: engine.spec.attach };
+            let attach = Some(engine.spec.attach);
+            let call = AgentCall::StopInstance { instance: key.clone(), attach };
             decision.call(other, call);
         }
     }
@@ -163,7 +164,7 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, agent: &Observed
                     continues = volume.status.attached_since;
                 }
                 Some(older) => {
-                    let stop = AgentCall::StopInstance { instance: key, attach: older };
+                    let stop = AgentCall::StopInstance { instance: key, attach: Some(older) };
                     decision.call(node, stop);
                 }
                 None => {}
@@ -313,7 +314,8 @@ fn stop(engine: &Engine, node: &NodeName, agent: &ObservedAgent) -> Decision {
     // Stored as stopped, but still running: a start call came late. The engine is fenced, but prevents the
     // next start.
     let shown = instance.is_some_and(|instance| is_older(instance, engine.spec.attach));
-    let call = AgentCall::StopInstance { instance: key.clone(), attach: engine.spec.attach };
+    let attach = Some(engine.spec.attach);
+    let call = AgentCall::StopInstance { instance: key.clone(), attach };
     if engine.status.current_state == CurrentState::Stopped {
         if shown {
             decision.call(node, call);

@@ -84,7 +84,7 @@ fn stop_ownerless(context: &Context<'_>, node: &NodeName, decision: &mut Decisio
         decision.again_after(GIVE_UP_CHECK);
     }
     for (key, attach) in ownerless {
-        decision.call(node, AgentCall::StopInstance { instance: key.clone(), attach });
+        decision.call(node, AgentCall::StopInstance { instance: key.clone(), attach: Some(attach) });
     }
 }
 
@@ -115,7 +115,7 @@ fn stop_forgotten(context: &Context<'_>, node: &NodeName, lost: &[String], decis
         decision.again_after(GIVE_UP_CHECK);
     }
     for key in forgotten {
-        decision.call(node, AgentCall::StopInstance { instance: key.clone(), attach: 0 });
+        decision.call(node, AgentCall::StopInstance { instance: key.clone(), attach: None });
     }
 }
 

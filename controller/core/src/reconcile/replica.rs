@@ -101,7 +101,7 @@ fn stop_first(replica: &Replica, agent: &ObservedAgent) -> Decision {
         write_status(&mut decision, replica, status);
         return decision;
     }
-    decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance: key, attach: 0 });
+    decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance: key, attach: None });
     status = ReplicaStatus {
         stop_first: false,
         current_state: CurrentState::Starting,
@@ -185,7 +185,7 @@ fn stop(context: &Context<'_>, replica: &Replica, agent: &ObservedAgent) -> Deci
         return decision;
     }
     if shown || !stopped || status.stop_first {
-        decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance: key, attach: 0 });
+        decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance: key, attach: None });
     }
     status.current_state = CurrentState::Stopped;
     status.stop_first = false;
@@ -312,7 +312,7 @@ fn remove(
             decision.actions.push(remove);
             if let Reachability::Reachable(_) = reachability {
                 // Afterwards: the removal does not wait for a process whose disk hangs.
-                decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance: key, attach: 0 });
+                decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance: key, attach: None });
             }
             return decision;
         }
@@ -324,6 +324,7 @@ fn remove(
         Reachability::Reachable(agent) => {
             let stray = stray_engine(context, replica, &record, agent);
             if let Some((instance, attach)) = stray.clone() {
+                let attach = Some(attach);
                 decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance, attach });
             }
             ask_for_deletion(&mut decision, replica, &record);
@@ -381,7 +382,7 @@ fn stray_engine(
 
 fn ask_for_deletion(decision: &mut Decision, replica: &Replica, record: &str) {
     let (spec, instance) = (&replica.spec, instance_of(replica));
-    decision.call(&spec.node_id, AgentCall::StopInstance { instance, attach: 0 });
+    decision.call(&spec.node_id, AgentCall::StopInstance { instance, attach: None });
     let call = AgentCall::DeleteReplica {
         disk_path: spec.disk_path.clone(),
         disk_uuid: spec.disk_uuid(),

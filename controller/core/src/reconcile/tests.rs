@@ -107,7 +107,7 @@ fn an_older_engine_elsewhere_is_stopped_and_a_newer_one_left_alone() {
         let actions = decide(&cluster(), &agents);
         actions.iter().any(|action| match action {
             Action::Call(node, AgentCall::StopInstance { attach, .. }) => {
-                assert_eq!((node.as_str(), *attach), ("b", ATTACH));
+                assert_eq!((node.as_str(), *attach), ("b", Some(ATTACH)));
                 true
             }
             _ => false,

@@ -207,10 +207,15 @@ impl SimAgent {
         self.set(key, instance, events);
     }
 
-    fn stop(&mut self, key: &InstanceKey, attach: u64, events: &mut Vec<Event>) -> Result<(), String> {
+    fn stop(
+        &mut self,
+        key: &InstanceKey,
+        attach: Option<u64>,
+        events: &mut Vec<Event>,
+    ) -> Result<(), String> {
         let Some(instance) = self.instances.get(key) else { return Ok(()) };
         if let Detail::Engine(engine) = &instance.detail {
-            if attach != 0 && engine.attach > Some(attach) {
+            if attach.is_some() && engine.attach > attach {
                 return Ok(());
             }
             if self.device_used && engine.phase() != Some(EnginePhase::Stopped) {

@@ -100,7 +100,7 @@ fn an_engine_of_a_deleted_volume_is_stopped_when_its_node_is_back() {
         (calls, decision.requeue_after)
     };
     let of_volume = |calls: &[AgentCall]| match calls {
-        [AgentCall::StopInstance { instance, attach }] => Some((instance.name.clone(), *attach)),
+        [AgentCall::StopInstance { instance, attach }] => Some((instance.name.clone(), (*attach)?)),
         [] => None,
         other => panic!("{other:#?}"),
     };

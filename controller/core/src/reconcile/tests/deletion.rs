@@ -257,7 +257,7 @@ fn a_deletion_does_not_wait_for_a_node_that_does_not_answer() {
     let instance = Instance { state: InstanceState::Running, message: None, detail };
     agents.get_mut(&NodeName::new("b").unwrap()).unwrap().instances.insert(engine.clone(), instance);
     let calls = all_rounds(&mut cluster, &agents);
-    let stop = AgentCall::StopInstance { instance: engine, attach: ATTACH };
+    let stop = AgentCall::StopInstance { instance: engine, attach: Some(ATTACH) };
     assert!(calls.contains(&stop), "the engine that it had before: {calls:#?}");
     let is_deletion = |call: &&AgentCall| {
         matches!(call, AgentCall::DeleteReplica { record, .. }
@@ -348,7 +348,7 @@ fn an_engine_that_is_fenced_is_left_behind_until_its_process_is_stopped() {
     assert_eq!(settled_condition(&cluster).as_deref(), Some("NameInUse"));
     answers(&mut agents, "b");
     let calls = all_rounds(&mut cluster, &agents);
-    let stops = |call: &AgentCall| matches!(call, AgentCall::StopInstance { attach: ATTACH, .. });
+    let stops = |call: &AgentCall| matches!(call, AgentCall::StopInstance { attach: Some(ATTACH), .. });
     assert!(calls.iter().any(stops), "{calls:#?}");
     all_rounds(&mut cluster, &agents);
     assert_eq!(cluster.engines["v"].spec.attach, 0, "that of the new volume");

@@ -225,7 +225,7 @@ fn a_process_on_a_disk_that_is_given_up_is_stopped_until_it_is_gone() {
         reconcile(&context, &Key::new(Kind::Node, "b"))
     };
     let decision = decide(&agents);
-    let stop = AgentCall::StopInstance { instance: forgotten.clone(), attach: 0 };
+    let stop = AgentCall::StopInstance { instance: forgotten.clone(), attach: None };
     let calls: Vec<&Action> =
         decision.actions.iter().filter(|action| matches!(action, Action::Call(..))).collect();
     assert_eq!(calls, [&Action::Call(NodeName::new("b").unwrap(), stop)]);
