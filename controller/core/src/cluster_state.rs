@@ -10,6 +10,7 @@ use shorthorn_types::VolumeName;
 
 use crate::left_out::LeftOuts;
 use crate::objects::{Engine, Key, Kind, Metadata, Node, Object, Replica, Volume};
+pub use index::UsefulRoom;
 pub use replicas::{Replicas, ScheduledBytes};
 
 /// All stored objects by name.

@@ -39,6 +39,26 @@ impl ByNode {
     }
 }
 
+/// The room on a node that may help a volume which waits for a place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum UsefulRoom {
+    /// A replica is to leave its place: any room may be enough for it.
+    Any,
+    /// Volumes lack a replica, and the smallest of them has this size.
+    Bytes(u64),
+}
+
+impl UsefulRoom {
+    /// Returns true if a node with `room_bytes` may help.
+    #[must_use]
+    pub const fn is_in(self, room_bytes: u64) -> bool {
+        match self {
+            UsefulRoom::Any => true,
+            UsefulRoom::Bytes(bytes) => room_bytes >= bytes,
+        }
+    }
+}
+
 /// See the module.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Index {
@@ -188,14 +208,13 @@ impl ClusterState {
         self.index.incomplete.len().saturating_sub(self.rebuilds.volumes_with_rebuild())
     }
 
-    /// Returns the size of the smallest volume that may lack a replica. 0: a replica is to leave its place.
-    /// None: no volume looks for a place.
+    /// Returns the least room that may help a volume which waits for a place; none if no volume waits.
     #[must_use]
-    pub fn smallest_waiting_bytes(&self) -> Option<u64> {
+    pub fn least_useful_room(&self) -> Option<UsefulRoom> {
         if !self.index.leaving.is_empty() || !self.index.left.is_empty() {
-            return Some(0);
+            return Some(UsefulRoom::Any);
         }
-        self.index.incomplete_by_size.keys().next().copied()
+        self.index.incomplete_by_size.keys().next().copied().map(UsefulRoom::Bytes)
     }
 }
 

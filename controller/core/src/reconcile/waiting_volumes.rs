@@ -4,9 +4,9 @@
 use std::time::Duration;
 
 use super::gives_space_away;
-use crate::ClusterState;
 use crate::objects::{ConditionType, Key, Kind, Node};
 use crate::scheduler::{self, Limits};
+use crate::{ClusterState, UsefulRoom};
 
 /// The volumes that a search looks at, at most, to return one batch.
 const LOOKED_AT_MAX: usize = 1024;
@@ -17,17 +17,17 @@ const CHECK_EACH: Duration = Duration::from_millis(10);
 /// Returns true if the change of the object `key` may give a place to a volume that waits for one.
 #[must_use]
 pub fn may_open(cluster: &ClusterState, limits: Limits, key: &Key) -> bool {
-    let Some(bytes) = cluster.smallest_waiting_bytes() else { return false };
+    let Some(useful) = cluster.least_useful_room() else { return false };
     match key.kind {
         // The replica is gone, from a node that the key does not name.
         Kind::Replica => !cluster.replicas.contains_key(&key.name),
-        Kind::Node => cluster.nodes.get(&key.name).is_some_and(|node| takes(cluster, limits, node, bytes)),
+        Kind::Node => cluster.nodes.get(&key.name).is_some_and(|node| takes(cluster, limits, node, useful)),
         Kind::Volume | Kind::Engine => false,
     }
 }
 
-/// Returns true if the node has room for a replica of that size, as far as its stored object shows.
-fn takes(cluster: &ClusterState, limits: Limits, node: &Node, bytes: u64) -> bool {
+/// Returns true if the node has that much room for a replica, as far as its stored object shows.
+fn takes(cluster: &ClusterState, limits: Limits, node: &Node, useful: UsefulRoom) -> bool {
     let is_cordoned = !node.spec.allow_scheduling || node.spec.eviction_requested;
     let is_machine_cordoned = limits.disable_scheduling_on_cordoned_node && node.is_machine_cordoned();
     let is_ready = node.status.conditions.is_true(ConditionType::Ready);
@@ -35,7 +35,7 @@ fn takes(cluster: &ClusterState, limits: Limits, node: &Node, bytes: u64) -> boo
         && !is_cordoned
         && !is_machine_cordoned
         && !node.metadata.is_deleting()
-        && scheduler::largest_room_bytes(cluster, node, limits).is_some_and(|room| room >= bytes)
+        && scheduler::largest_room_bytes(cluster, node, limits).is_some_and(|room| useful.is_in(room))
 }
 
 /// Returns true if the volume of that name waits for a place. A volume places no other replica while one is

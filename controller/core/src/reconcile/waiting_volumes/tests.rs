@@ -114,7 +114,7 @@ fn many_waiting_volumes_are_checked_less_often() {
     assert_eq!(served.waiting_volumes(), 1);
     volume.status.robustness = Robustness::Healthy;
     served.insert(volume.into());
-    assert_eq!((served.waiting_volumes(), served.smallest_waiting_bytes()), (0, None));
+    assert_eq!((served.waiting_volumes(), served.least_useful_room()), (0, None));
 }
 
 #[test]
@@ -123,6 +123,6 @@ fn a_node_that_is_drained_makes_its_volumes_wait() {
     let spec = NodeSpec { eviction_requested: true, ..NodeSpec::default() };
     let metadata = Metadata::new("b", Timestamp::UNIX_EPOCH);
     cluster.insert(Node { metadata, spec, status: NodeStatus::default() }.into());
-    assert_eq!(cluster.smallest_waiting_bytes(), Some(0));
+    assert_eq!(cluster.least_useful_room(), Some(UsefulRoom::Any));
     assert!(opens(&mut cluster, node(GIB)), "any room may be enough");
 }
