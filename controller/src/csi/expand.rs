@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use shorthorn_api::csi::v1;
 use shorthorn_controller_core::csi;
 use shorthorn_controller_core::objects::{ConditionType, NEXT_ATTACH, Volume, VolumeState};
-use shorthorn_csi::{CsiError, VolumeAccess, size_range};
+use shorthorn_csi::{CsiError, SizeRange, VolumeAccess, size_range};
 use tokio::time::Instant;
 
 use super::status::IntoCsiError;
@@ -20,7 +20,7 @@ impl CsiController {
     ) -> Result<v1::ControllerExpandVolumeResponse, CsiError> {
         arguments::volume_id(&request.volume_id)?;
         let range = size_range(request.capacity_range)?;
-        if range.required_bytes == 0 && range.limit_bytes == 0 {
+        if range == SizeRange::default() {
             return Err(CsiError::Invalid("capacity_range is missing".into()));
         }
         let capability =

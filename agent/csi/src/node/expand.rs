@@ -1,5 +1,6 @@
 //! Growing a file system, while it is in use, after its device has grown.
 
+use std::num::NonZeroU64;
 use std::path::Path;
 
 use shorthorn_csi::{Capability, CsiError, FsKind, VolumeAccess};
@@ -15,7 +16,7 @@ pub(super) fn expand(
     volume: &Volume,
     path: Option<&Path>,
     capability: Option<&Capability>,
-    required_bytes: u64,
+    required_bytes: Option<NonZeroU64>,
 ) -> Result<i64, CsiError> {
     let device = kernel_state::device(volume)?;
     let elsewhere = || CsiError::NotFound("the volume is not at volume_path".into());
@@ -32,7 +33,7 @@ pub(super) fn expand(
     if !has_node && mount.is_none() && !staged {
         return Err(elsewhere());
     }
-    if device.size_bytes < required_bytes {
+    if let Some(required_bytes) = required_bytes.filter(|bytes| device.size_bytes < bytes.get()) {
         // The controller has answered, so it will not have them while it is in use. Kubelet takes this code
         // for that and asks at the next mount, which is after the next staging.
         let message = format!(

@@ -1,6 +1,7 @@
 //! The life of a volume as a CSI caller sees it.
 
 use std::collections::BTreeSet;
+use std::num::NonZeroU64;
 
 use shorthorn_types::VolumeName;
 use thiserror::Error;
@@ -18,10 +19,10 @@ use crate::{ClusterState, NodeName, Timestamp};
 pub struct NewVolume {
     /// The requested properties, except for the size.
     pub wanted: CreateVolume,
-    /// The minimum size in bytes; 0: unspecified.
-    pub required_bytes: u64,
-    /// The maximum size in bytes; 0: unspecified.
-    pub limit_bytes: u64,
+    /// The minimum size in bytes, if it is specified.
+    pub required_bytes: Option<NonZeroU64>,
+    /// The maximum size in bytes, if it is specified.
+    pub limit_bytes: Option<NonZeroU64>,
 }
 
 /// The reason why a volume cannot be made, or enlarged.
@@ -63,13 +64,14 @@ impl NewVolume {
 pub fn expand(
     cluster: &ClusterState,
     name: &str,
-    required_bytes: u64,
-    limit_bytes: u64,
+    required_bytes: Option<NonZeroU64>,
+    limit_bytes: Option<NonZeroU64>,
     limits: Limits,
 ) -> Result<(Change<Volume>, u64), SizedError> {
     let has_bytes = requests::find(cluster, name)?.spec.size;
     let size_bytes = size::size_of_grown(has_bytes, required_bytes, limit_bytes)?;
     // Another caller may want it larger still: this call does not wait for that.
+    let required_bytes = required_bytes.map_or(0, NonZeroU64::get);
     let awaited_bytes = if required_bytes > has_bytes { size_bytes } else { required_bytes };
     Ok((requests::expand_within(cluster, name, size_bytes, limits)?, awaited_bytes))
 }

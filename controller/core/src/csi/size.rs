@@ -1,4 +1,6 @@
-//! Computes the size of a volume from the caller's minimum and maximum. 0 means unspecified.
+//! Computes the size of a volume from the caller's minimum and maximum.
+
+use std::num::NonZeroU64;
 
 use shorthorn_types::limits::BLOCK_BYTES;
 use thiserror::Error;
@@ -38,42 +40,51 @@ pub enum SizeError {
 ///
 /// # Errors
 /// [`SizeError`].
-pub fn size_of_new(required_bytes: u64, limit_bytes: u64) -> Result<u64, SizeError> {
-    if required_bytes == 0 && limit_bytes != 0 && limit_bytes < DEFAULT_VOLUME_BYTES {
-        let size = limit_bytes / BLOCK_BYTES * BLOCK_BYTES;
-        return if size == 0 { Err(SizeError::NoStep { required_bytes, limit_bytes }) } else { Ok(size) };
+pub fn size_of_new(
+    required_bytes: Option<NonZeroU64>,
+    limit_bytes: Option<NonZeroU64>,
+) -> Result<u64, SizeError> {
+    match (required_bytes, limit_bytes.map(NonZeroU64::get)) {
+        (None, Some(limit_bytes)) if limit_bytes < DEFAULT_VOLUME_BYTES => {
+            let size = limit_bytes / BLOCK_BYTES * BLOCK_BYTES;
+            if size == 0 { Err(SizeError::NoStep { required_bytes: 0, limit_bytes }) } else { Ok(size) }
+        }
+        _ => in_steps(required_bytes.map_or(DEFAULT_VOLUME_BYTES, NonZeroU64::get), limit_bytes),
     }
-    let wanted = if required_bytes == 0 { DEFAULT_VOLUME_BYTES } else { required_bytes };
-    in_steps(wanted, limit_bytes)
 }
 
 /// Returns true if a volume of that size satisfies the request.
 #[must_use]
-pub const fn fits(has_bytes: u64, required_bytes: u64, limit_bytes: u64) -> bool {
-    has_bytes >= required_bytes && (limit_bytes == 0 || has_bytes <= limit_bytes)
+pub fn fits(has_bytes: u64, required_bytes: Option<NonZeroU64>, limit_bytes: Option<NonZeroU64>) -> bool {
+    required_bytes.is_none_or(|required| has_bytes >= required.get())
+        && limit_bytes.is_none_or(|limit| has_bytes <= limit.get())
 }
 
 /// Returns the new size of the volume, which is the current one if that suffices.
 ///
 /// # Errors
 /// [`SizeError`].
-pub fn size_of_grown(has_bytes: u64, required_bytes: u64, limit_bytes: u64) -> Result<u64, SizeError> {
-    if limit_bytes != 0 && has_bytes > limit_bytes {
-        return Err(SizeError::Shrinks { has_bytes, limit_bytes });
+pub fn size_of_grown(
+    has_bytes: u64,
+    required_bytes: Option<NonZeroU64>,
+    limit_bytes: Option<NonZeroU64>,
+) -> Result<u64, SizeError> {
+    if let Some(limit) = limit_bytes.filter(|limit| has_bytes > limit.get()) {
+        return Err(SizeError::Shrinks { has_bytes, limit_bytes: limit.get() });
     }
-    if required_bytes <= has_bytes {
-        return Ok(has_bytes);
+    match required_bytes.map(NonZeroU64::get) {
+        Some(required_bytes) if required_bytes > has_bytes => in_steps(required_bytes, limit_bytes),
+        _ => Ok(has_bytes),
     }
-    in_steps(required_bytes, limit_bytes)
 }
 
-fn in_steps(wanted_bytes: u64, limit_bytes: u64) -> Result<u64, SizeError> {
+fn in_steps(wanted_bytes: u64, limit_bytes: Option<NonZeroU64>) -> Result<u64, SizeError> {
     if wanted_bytes > MAX_VOLUME_BYTES {
         return Err(SizeError::TooLarge(wanted_bytes));
     }
     let size = wanted_bytes.next_multiple_of(BLOCK_BYTES);
-    if limit_bytes != 0 && size > limit_bytes {
-        return Err(SizeError::NoStep { required_bytes: wanted_bytes, limit_bytes });
+    if let Some(limit) = limit_bytes.filter(|limit| size > limit.get()) {
+        return Err(SizeError::NoStep { required_bytes: wanted_bytes, limit_bytes: limit.get() });
     }
     Ok(size)
 }
@@ -83,6 +94,16 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    /// Returns the size for limits as a caller gives them: 0 is unspecified.
+    fn size_of_new(required_bytes: u64, limit_bytes: u64) -> Result<u64, SizeError> {
+        super::size_of_new(NonZeroU64::new(required_bytes), NonZeroU64::new(limit_bytes))
+    }
+
+    /// Returns the size as [`size_of_new`] does.
+    fn size_of_grown(has_bytes: u64, required_bytes: u64, limit_bytes: u64) -> Result<u64, SizeError> {
+        super::size_of_grown(has_bytes, NonZeroU64::new(required_bytes), NonZeroU64::new(limit_bytes))
+    }
 
     #[test]
     fn sizes_of_new_volumes() {
@@ -115,6 +136,7 @@ mod tests {
         ) {
             for size in [size_of_new(required, limit), size_of_grown(has * BLOCK_BYTES, required, limit)] {
                 let Ok(size) = size else { continue };
+                let [required, limit] = [required, limit].map(NonZeroU64::new);
                 prop_assert!(fits(size, required, limit), "{}", size);
                 prop_assert!(size > 0 && size.is_multiple_of(BLOCK_BYTES) && size <= MAX_VOLUME_BYTES);
             }

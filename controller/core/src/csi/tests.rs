@@ -1,3 +1,5 @@
+use std::num::NonZeroU64;
+
 use super::*;
 use crate::left_out::LeftOut;
 use crate::objects::{
@@ -22,6 +24,7 @@ fn node_name(name: &str) -> NodeName {
 fn wanted(csi_name: &str, required_bytes: u64, limit_bytes: u64) -> NewVolume {
     let name = volume_name(csi_name).unwrap().to_string();
     let wanted = CreateVolume { name, csi_name: Some(csi_name.to_owned()), ..CreateVolume::default() };
+    let [required_bytes, limit_bytes] = [required_bytes, limit_bytes].map(NonZeroU64::new);
     NewVolume { wanted, required_bytes, limit_bytes }
 }
 

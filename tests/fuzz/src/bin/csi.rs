@@ -10,7 +10,7 @@ use shorthorn_types::VolumeName;
 fuzz_target!(|data: &[u8]| {
     if let Ok(range) = CapacityRange::decode(data) {
         if let Ok(size) = size_range(Some(range)) {
-            assert!(size.limit_bytes == 0 || size.required_bytes <= size.limit_bytes);
+            assert!(size.limit_bytes.is_none() || size.required_bytes <= size.limit_bytes);
         }
     }
     if let Ok(wanted) = VolumeCapability::decode(data) {
