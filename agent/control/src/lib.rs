@@ -7,7 +7,6 @@
 #![forbid(unsafe_code)]
 
 mod client;
-mod optional;
 mod server;
 mod spec;
 mod status;

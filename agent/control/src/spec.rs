@@ -125,7 +125,7 @@ pub struct EngineSpec {
     #[serde(
         default,
         skip_serializing_if = "Option::is_none",
-        deserialize_with = "crate::optional::deserialize"
+        deserialize_with = "shorthorn_types::optional::number::deserialize"
     )]
     pub continues: Option<u64>,
     /// True if connections to replicas on other hosts are encrypted. Replicas of such a volume refuse others.
@@ -154,7 +154,7 @@ fn is_intent_clear_after_ms_default(value: &u32) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RebuildLimits {
     /// The maximum number of bytes copied per second; none: no limit.
-    #[serde(with = "crate::optional")]
+    #[serde(with = "shorthorn_types::optional::number")]
     pub bytes_per_s: Option<u64>,
     /// The most that copying may take of the bytes that move while the volume is busy, 1 to 100.
     pub share_percent: u8,

@@ -65,7 +65,7 @@ pub enum ProcessCommand {
 #[serde(deny_unknown_fields)]
 pub struct ScrubCommand {
     /// The maximum number of bytes compared per second; none: no limit.
-    #[serde(with = "crate::optional")]
+    #[serde(with = "shorthorn_types::optional::number")]
     pub bytes_per_s: Option<u64>,
     /// True if the scrub makes differing blocks equal to the majority.
     pub repair: bool,

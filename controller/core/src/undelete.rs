@@ -37,16 +37,16 @@ pub struct DeletionRecord {
     /// The time of the volume's creation, by a clock.
     pub volume_created: Timestamp,
     /// The version that the store had given to the volume. A store gives a greater one to each later volume
-    /// of the name. 0: the record is of a release that did not record it.
-    #[serde(default)]
-    pub volume_version: u64,
+    /// of the name. None: the record is of a release that did not record it.
+    #[serde(default, with = "shorthorn_types::optional::number")]
+    pub volume_version: Option<u64>,
     /// Without its secret.
     pub spec: VolumeSpec,
     /// The number of its newest attachment.
     pub attach: u64,
-    /// No engine of this attachment or an older one writes; 0: no engine was fenced.
-    #[serde(default)]
-    pub fenced_attach: u64,
+    /// No engine of this attachment or an older one writes; none: no engine was fenced.
+    #[serde(default, with = "shorthorn_types::optional::number")]
+    pub fenced_attach: Option<u64>,
     /// The last grant.
     pub arbiter: Arbiter,
     /// True if no replica and no engine had reported that yet.
@@ -80,10 +80,10 @@ impl DeletionRecord {
         let record = DeletionRecord {
             with_volume,
             volume_created: volume.metadata.creation_timestamp,
-            volume_version: volume.metadata.resource_version,
+            volume_version: Some(volume.metadata.resource_version).filter(|version| *version > 0),
             spec,
             attach: volume.status.attach,
-            fenced_attach: volume.status.fenced_attach.unwrap_or_default(),
+            fenced_attach: volume.status.fenced_attach,
             arbiter: volume.status.arbiter.clone(),
             grant_unreported: volume.status.grant_unreported,
             first_members: volume.status.first_members.clone(),
@@ -370,7 +370,7 @@ fn status(record: &DeletionRecord) -> VolumeStatus {
     VolumeStatus {
         state: VolumeState::Detached,
         attach: record.attach,
-        fenced_attach: Some(record.fenced_attach).filter(|attach| *attach > 0),
+        fenced_attach: record.fenced_attach,
         arbiter: record.arbiter.clone(),
         grant_unreported: record.grant_unreported,
         first_members: record.first_members.clone(),

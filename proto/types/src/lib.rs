@@ -9,6 +9,7 @@ mod generation;
 mod image_kind;
 pub mod limits;
 mod name;
+pub mod optional;
 mod range;
 mod regions;
 mod replica_id;

@@ -188,7 +188,7 @@ pub struct ExpansionStatus {
     /// The size that the volume is to have.
     pub size_bytes: u64,
     /// The reason for waiting, for people; none if the expansion is under way.
-    #[serde(with = "text_or_empty")]
+    #[serde(with = "crate::optional::text")]
     pub message: Option<String>,
     /// True if the kernel cannot do it while the device is in use: the next attachment has the new size.
     #[serde(default)]
@@ -447,21 +447,6 @@ pub struct ReplicaStatus {
     pub views: Option<ReplicaReport>,
     /// The directory of the replica.
     pub directory: PathBuf,
-}
-
-/// An optional text as the control socket has it: the empty text is none.
-mod text_or_empty {
-    use serde::{Deserialize, Deserializer, Serializer};
-
-    pub(super) fn serialize<S: Serializer>(text: &Option<String>, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(text.as_deref().unwrap_or_default())
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<Option<String>, D::Error> {
-        String::deserialize(deserializer).map(|text| Some(text).filter(|text| !text.is_empty()))
-    }
 }
 
 /// The phase of a replica as the two flags of the control socket.

@@ -92,7 +92,7 @@ pub struct EngineStatus {
     #[schemars(with = "String")]
     pub frontend: Option<Frontend>,
     /// The device, or the socket.
-    #[serde(default, with = "super::optional::text")]
+    #[serde(default, with = "shorthorn_types::optional::text")]
     #[schemars(with = "String")]
     pub endpoint: Option<String>,
     /// The state of each replica in the engine.
@@ -100,12 +100,12 @@ pub struct EngineStatus {
     #[schemars(with = "BTreeMap<String, MemberRecord>")]
     pub replica_mode_map: BTreeMap<ReplicaId, MemberRecord>,
     /// The problem, for people; empty if none.
-    #[serde(default, with = "super::optional::text")]
+    #[serde(default, with = "shorthorn_types::optional::text")]
     #[schemars(with = "String")]
     pub message: Option<String>,
     /// The reason why the process could not be stopped yet, such as a device in use; empty if the stop was
     /// not refused.
-    #[serde(default, with = "super::optional::text", skip_serializing_if = "Option::is_none")]
+    #[serde(default, with = "shorthorn_types::optional::text", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "String")]
     pub stop_refused: Option<String>,
     /// The newest map of replicas that the process was given.
@@ -217,7 +217,7 @@ impl EngineStatus {
 #[serde(rename_all = "camelCase")]
 pub struct ExpansionStatus {
     /// The obstacle of the expansion; empty if it is under way.
-    #[serde(default, with = "super::optional::text")]
+    #[serde(default, with = "shorthorn_types::optional::text")]
     #[schemars(with = "String")]
     pub message: Option<String>,
     /// True if the device grows only with the next attachment.
@@ -248,7 +248,7 @@ pub struct MemberRecord {
     pub awaited: bool,
     /// The time since which the replica is not a member, in milliseconds since 1970; 0 for a member, or if
     /// unknown.
-    #[serde(default, serialize_with = "super::optional::number::serialize")]
+    #[serde(default, serialize_with = "shorthorn_types::optional::number::serialize")]
     #[schemars(with = "u64")]
     pub away_since_ms: Option<u64>,
 }

@@ -158,7 +158,7 @@ pub struct DiskStatus {
     #[schemars(with = "schema::Quoted")]
     pub storage_available: u64,
     /// The problem and the remedy; empty if the disk is usable.
-    #[serde(with = "super::optional::text")]
+    #[serde(with = "shorthorn_types::optional::text")]
     #[schemars(with = "String")]
     pub problem: Option<String>,
 }

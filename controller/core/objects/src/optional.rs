@@ -1,27 +1,10 @@
-//! Optional values as the stored objects have them: an empty text, or 0, is none.
+//! Optional values as the stored objects have them: an empty text, or 0, is none. [`shorthorn_types::optional`]
+//! has further ones.
 
 use std::fmt::Display;
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serializer};
-
-/// A 64-bit number that readers of JSON do not round, because it is small.
-pub(super) mod number {
-    use super::*;
-
-    pub(in super::super) fn serialize<S: Serializer>(
-        value: &Option<u64>,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
-        serializer.serialize_u64(value.unwrap_or_default())
-    }
-
-    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<Option<u64>, D::Error> {
-        u64::deserialize(deserializer).map(|number| Some(number).filter(|number| *number > 0))
-    }
-}
 
 /// A 32-bit number.
 pub(super) mod count {
@@ -59,24 +42,6 @@ pub(super) mod parsed {
         deserializer: D,
     ) -> Result<Option<T>, D::Error> {
         Ok(String::deserialize(deserializer)?.parse().ok())
-    }
-}
-
-/// A text for people, or one that only other programs read.
-pub(super) mod text {
-    use super::*;
-
-    pub(in super::super) fn serialize<S: Serializer>(
-        value: &Option<String>,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(value.as_deref().unwrap_or_default())
-    }
-
-    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<Option<String>, D::Error> {
-        String::deserialize(deserializer).map(|text| Some(text).filter(|text| !text.is_empty()))
     }
 }
 

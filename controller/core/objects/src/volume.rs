@@ -130,17 +130,17 @@ pub struct VolumeStatus {
     pub attach_started_at: Option<Timestamp>,
     /// The first attachment since which the volume has been on its node without a break. The device of an
     /// engine of this one or a later one may be carried over to the next. 0: not known.
-    #[serde(default, with = "super::optional::number")]
+    #[serde(default, with = "shorthorn_types::optional::number")]
     #[schemars(with = "u64")]
     pub attached_since: Option<u64>,
     /// The newest attachment that is fenced: enough replicas refuse its engine, and those of older ones, so
     /// that they can acknowledge no write. 0: no engine was fenced.
-    #[serde(default, with = "super::optional::number")]
+    #[serde(default, with = "shorthorn_types::optional::number")]
     #[schemars(with = "u64")]
     pub fenced_attach: Option<u64>,
     /// The attachment up to which engines are not waited for: the volume is deleted, and the node was given
     /// up. Such an engine is not fenced, and is stopped if its node comes back. 0: none.
-    #[serde(default, with = "super::optional::number", skip_serializing_if = "Option::is_none")]
+    #[serde(default, with = "shorthorn_types::optional::number", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "u64")]
     pub abandoned_attach: Option<u64>,
     /// The arbiter's record of its last grant. It is part of the volume, so that the compare-and-swap which

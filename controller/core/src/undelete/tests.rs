@@ -37,10 +37,10 @@ fn trashed(volume: &Volume, id: u64, deleted_ms: u64, failed: bool) -> Trashed {
     let stored = DeletionRecord {
         with_volume: false,
         volume_created: at(0),
-        volume_version: 0,
+        volume_version: None,
         spec: volume.spec.clone(),
         attach: 0,
-        fenced_attach: 0,
+        fenced_attach: None,
         arbiter: Arbiter::default(),
         grant_unreported: false,
         first_members: Vec::new(),
