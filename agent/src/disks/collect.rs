@@ -11,6 +11,7 @@ use std::process::Command;
 use anyhow::{Context, bail, ensure};
 use nix::libc;
 use serde::Deserialize;
+use shorthorn_api::nonzero;
 use shorthorn_frontend::node::{DeviceNumber, property, shared_with};
 use shorthorn_mounts::MountTable;
 
@@ -43,7 +44,8 @@ pub fn usual_devices() -> anyhow::Result<Vec<BlockDevice>> {
         if is_left_out(&transport, false) {
             return BlockDevice { transport, ..unexamined(name) };
         }
-        let failed = |error: anyhow::Error| BlockDevice { problem: format!("{error:#}"), ..unexamined(name) };
+        let failed =
+            |error: anyhow::Error| BlockDevice { problem: Some(format!("{error:#}")), ..unexamined(name) };
         read_device(name, &links).unwrap_or_else(failed)
     });
     Ok(found.collect())
@@ -69,7 +71,7 @@ fn transport_of(name: &str) -> String {
     let controllers = entries(&path.join("device"), |entry| entry.join("transport").exists());
     let below =
         controllers.first().map(|controller| attribute(name, &format!("device/{controller}/transport")));
-    let nvme = first_of([attribute(name, "device/transport"), below.unwrap_or_default()]);
+    let nvme = first_of([attribute(name, "device/transport"), below.unwrap_or_default()]).unwrap_or_default();
     transport(&path.to_string_lossy(), &nvme)
 }
 
@@ -147,8 +149,8 @@ fn entries(folder: &Path, accept: impl Fn(&Path) -> bool) -> Vec<String> {
     names
 }
 
-fn first_of(texts: impl IntoIterator<Item = String>) -> String {
-    texts.into_iter().find(|text| !text.is_empty()).unwrap_or_default()
+fn first_of(texts: impl IntoIterator<Item = String>) -> Option<String> {
+    texts.into_iter().find(|text| !text.is_empty())
 }
 
 fn read_device(name: &str, links: &HashMap<u64, PathBuf>) -> anyhow::Result<BlockDevice> {
@@ -175,13 +177,13 @@ fn read_device(name: &str, links: &HashMap<u64, PathBuf>) -> anyhow::Result<Bloc
             attribute(name, "serial"),
         ]),
         wwn: first_of([of_udev("ID_WWN"), attribute(name, "wwid"), attribute(name, "device/wwid")]),
-        diskseq: attribute(name, "diskseq").parse().unwrap_or_default(),
+        diskseq: attribute(name, "diskseq").parse().ok().and_then(nonzero),
     };
     Ok(BlockDevice {
         name: name.to_owned(),
         identity,
         vendor: attribute(name, "device/vendor"),
-        model: first_of([of_udev("ID_MODEL"), attribute(name, "device/model")]),
+        model: first_of([of_udev("ID_MODEL"), attribute(name, "device/model")]).unwrap_or_default(),
         is_partition: is_partition(name),
         is_read_only: attribute(name, "ro") != "0",
         is_removable: attribute(name, "removable") == "1",
@@ -197,7 +199,7 @@ fn read_device(name: &str, links: &HashMap<u64, PathBuf>) -> anyhow::Result<Bloc
         users: shared_with(&path).unwrap_or_default(),
         transport: transport_of(name),
         is_named: false,
-        problem: String::new(),
+        problem: None,
     })
 }
 

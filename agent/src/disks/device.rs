@@ -2,8 +2,6 @@
 
 use std::path::PathBuf;
 
-use serde::{Deserialize, Serialize};
-
 /// A smaller device holds no useful replicas, and XFS refuses less than 300 MiB.
 const SIZE_MIN_BYTES: u64 = 1 << 30;
 /// The largest block that replicas and the file systems made here work with.
@@ -16,22 +14,19 @@ const VOLUMES: [&str; 2] = ["ublkb", "nbd"];
 const VOLUME_VENDOR: &str = "SHRTHORN";
 
 /// The facts by which a device is recognised.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceIdentity {
     /// A link in /dev/disk/by-id, or the name in /dev if it has none.
     pub device: PathBuf,
     /// The size in bytes.
     pub size_bytes: u64,
-    /// The serial number; empty if it has none.
-    #[serde(default)]
-    pub serial: String,
-    /// The world-wide name; empty if it has none.
-    #[serde(default)]
-    pub wwn: String,
-    /// The number that the kernel gives each device since the start of the host (diskseq of sysfs); 0: the
+    /// The serial number, if it has one.
+    pub serial: Option<String>,
+    /// The world-wide name, if it has one.
+    pub wwn: Option<String>,
+    /// The number that the kernel gives each device since the start of the host (diskseq of sysfs); none: the
     /// kernel is older than 5.15.
-    #[serde(default)]
-    pub diskseq: u64,
+    pub diskseq: Option<u64>,
 }
 
 /// The facts about a block device.
@@ -75,8 +70,8 @@ pub struct BlockDevice {
     pub transport: String,
     /// True if the operator has named the device. Nothing is read from devices of a network that were not.
     pub is_named: bool,
-    /// The reason why it cannot be examined; empty if it was.
-    pub problem: String,
+    /// The reason why it cannot be examined; none if it was.
+    pub problem: Option<String>,
 }
 
 /// A signature on a device.
@@ -124,7 +119,8 @@ pub fn obstacles(device: &BlockDevice, accept_data: bool) -> Vec<String> {
             found.push(reason);
         }
     };
-    refuse(!device.problem.is_empty(), format!("the device cannot be examined: {}", device.problem));
+    let problem = device.problem.as_deref();
+    refuse(problem.is_some(), format!("the device cannot be examined: {}", problem.unwrap_or_default()));
     refuse(
         VOLUMES.iter().any(|prefix| device.name.starts_with(prefix)) || device.vendor == VOLUME_VENDOR,
         "the device is that of a volume".to_owned(),
@@ -177,14 +173,17 @@ pub fn difference(wanted: &DeviceIdentity, found: &DeviceIdentity, same_boot: bo
         (wanted != found).then(|| format!("the {what} is {found:?}, and the file says {wanted:?}"))
     };
     let size = differs("size_bytes", &wanted.size_bytes.to_string(), &found.size_bytes.to_string());
+    let text = |name: &Option<String>| name.clone().unwrap_or_default();
     let named = || {
-        differs("serial", &wanted.serial, &found.serial).or_else(|| differs("wwn", &wanted.wwn, &found.wwn))
+        differs("serial", &text(&wanted.serial), &text(&found.serial))
+            .or_else(|| differs("wwn", &text(&wanted.wwn), &text(&found.wwn)))
     };
+    let number = |diskseq: Option<u64>| diskseq.unwrap_or_default().to_string();
     let seen = || {
         if same_boot {
-            return differs("diskseq", &wanted.diskseq.to_string(), &found.diskseq.to_string());
+            return differs("diskseq", &number(wanted.diskseq), &number(found.diskseq));
         }
-        let is_unique = !wanted.serial.is_empty() || !wanted.wwn.is_empty();
+        let is_unique = wanted.serial.is_some() || wanted.wwn.is_some();
         (!is_unique).then(|| {
             "the device has neither a serial number nor a wwn, and the host was restarted: its name may have \
              changed"
@@ -206,9 +205,9 @@ mod tests {
             identity: DeviceIdentity {
                 device: "/dev/disk/by-id/ata-X_1".into(),
                 size_bytes: 1 << 40,
-                serial: "X1".to_owned(),
-                wwn: "0x5000".to_owned(),
-                diskseq: 7,
+                serial: Some("X1".to_owned()),
+                wwn: Some("0x5000".to_owned()),
+                diskseq: Some(7),
             },
             block_bytes: 512,
             ..BlockDevice::default()
@@ -237,7 +236,7 @@ mod tests {
         ),
         (|disk| disk.is_in_use = true, "exclusively"),
         (|disk| disk.users = "sdb opened by process 7 (qemu)".to_owned(), "in use: sdb opened by process 7"),
-        (|disk| disk.problem = "EPERM".to_owned(), "cannot be examined: EPERM"),
+        (|disk| disk.problem = Some("EPERM".to_owned()), "cannot be examined: EPERM"),
         (|disk| disk.has_data = true, "accept_data"),
     ];
 
@@ -293,9 +292,9 @@ mod tests {
         };
         assert_eq!(difference(&wanted, &wanted, true), None);
         let other_size = with(|identity| identity.size_bytes = 4096);
-        let other_serial = with(|identity| identity.serial = "X2".to_owned());
-        let other_wwn = with(|identity| identity.wwn.clear());
-        let other_seq = with(|identity| identity.diskseq = 8);
+        let other_serial = with(|identity| identity.serial = Some("X2".to_owned()));
+        let other_wwn = with(|identity| identity.wwn = None);
+        let other_seq = with(|identity| identity.diskseq = Some(8));
         for same_boot in [false, true] {
             assert!(difference(&wanted, &other_size, same_boot).unwrap().contains("size_bytes"));
             assert!(difference(&wanted, &other_serial, same_boot).unwrap().contains("serial"));
@@ -305,7 +304,7 @@ mod tests {
         assert!(difference(&wanted, &other_seq, true).unwrap().contains("diskseq"));
         assert_eq!(difference(&wanted, &other_seq, false), None);
         // Without a serial number, a name says nothing after that.
-        let nameless = DeviceIdentity { serial: String::new(), wwn: String::new(), ..wanted };
+        let nameless = DeviceIdentity { serial: None, wwn: None, ..wanted };
         assert_eq!(difference(&nameless, &nameless, true), None);
         assert!(difference(&nameless, &nameless, false).unwrap().contains("restarted"));
     }

@@ -42,15 +42,15 @@ pub struct PlannedDisk {
     pub device: PathBuf,
     /// The size in bytes.
     pub size_bytes: u64,
-    /// Serial number that the device reports; empty if it does not.
-    #[serde(default)]
-    pub serial: String,
-    /// The world-wide name.
-    #[serde(default)]
-    pub wwn: String,
-    /// The number of the device since the start of the host.
-    #[serde(default)]
-    pub diskseq: u64,
+    /// Serial number that the device reports, if it does.
+    #[serde(default, with = "shorthorn_types::optional::text")]
+    pub serial: Option<String>,
+    /// The world-wide name, if it has one.
+    #[serde(default, with = "shorthorn_types::optional::text")]
+    pub wwn: Option<String>,
+    /// The number of the device since the start of the host, if the kernel counts devices.
+    #[serde(default, with = "shorthorn_types::optional::number")]
+    pub diskseq: Option<u64>,
     /// The file system to make.
     pub filesystem: Filesystem,
     /// The UUID that the file system gets.
@@ -167,7 +167,8 @@ pub fn text(
 /// Describes a device for people.
 pub fn describe(device: &BlockDevice) -> String {
     let gib = device.identity.size_bytes / (1 << 30);
-    let parts = [device.model.trim(), device.identity.serial.trim()];
+    let serial = device.identity.serial.as_deref().unwrap_or_default();
+    let parts = [device.model.trim(), serial.trim()];
     let named: Vec<&str> = parts.into_iter().filter(|part| !part.is_empty()).collect();
     if named.is_empty() { format!("{gib} GiB") } else { format!("{gib} GiB, {}", named.join(" ")) }
 }
@@ -187,7 +188,7 @@ mod tests {
             identity: DeviceIdentity {
                 device: format!("/dev/disk/by-id/ata-{name}").into(),
                 size_bytes: 8 << 30,
-                serial: format!("S-{name}"),
+                serial: Some(format!("S-{name}")),
                 ..DeviceIdentity::default()
             },
             block_bytes: 512,
@@ -215,7 +216,7 @@ mod tests {
     fn a_file_names_the_devices_that_fit_and_wants_none_of_them() {
         let text = written();
         let plan = DiskPlan::parse(&text, "n1").unwrap();
-        let devices: Vec<_> = plan.disks.iter().map(|disk| disk.identity().serial).collect();
+        let devices: Vec<_> = plan.disks.iter().filter_map(|disk| disk.identity().serial).collect();
         assert_eq!(devices, ["S-sdb", "S-sdc"]);
         assert!(plan.disks.iter().all(|disk| !disk.init && !disk.accept_data));
         assert_eq!(plan.disks[0].mount_point, Path::new("/var/lib/shorthorn/disks/ata-sdb"));
