@@ -20,7 +20,7 @@ pub fn instance(spec: &Spec, process: &Process, status: Option<&Status>) -> v1::
         ProcessPhase::Stopping => InstanceState::Stopping,
         ProcessPhase::Failed => InstanceState::Error,
     };
-    let message = if process.message.is_empty() { reported } else { &process.message };
+    let message = process.message.as_deref().unwrap_or(reported);
     v1::Instance {
         kind: id.kind().into(),
         name: id.name(),

@@ -36,24 +36,24 @@ pub struct Process {
     pub phase: ProcessPhase,
     /// The process id of the living process.
     pub pid: Option<i32>,
-    /// The reason of the failure; empty otherwise.
-    pub message: String,
+    /// The reason of the last failure, if there was one.
+    pub message: Option<String>,
 }
 
 impl Process {
     /// Returns a state in `phase`, with no id and no message.
     pub fn only(phase: ProcessPhase) -> Process {
-        Process { phase, pid: None, message: String::new() }
+        Process { phase, pid: None, message: None }
     }
 
     /// Returns a state in `phase` as process `pid`.
     pub fn with_pid(phase: ProcessPhase, pid: i32) -> Process {
-        Process { phase, pid: Some(pid), message: String::new() }
+        Process { phase, pid: Some(pid), message: None }
     }
 
     /// Returns a process that could not be started, with the reason for the controller.
     pub fn failed(message: impl Into<String>) -> Process {
-        Process { phase: ProcessPhase::Failed, pid: None, message: message.into() }
+        Process { phase: ProcessPhase::Failed, pid: None, message: Some(message.into()) }
     }
 }
 

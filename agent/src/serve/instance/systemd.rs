@@ -249,7 +249,7 @@ impl Bus {
             *words = None;
         }
         let pid = i32::try_from(pid).ok().filter(|pid| *pid != 0);
-        Ok(Process { phase, pid, message: String::new() })
+        Ok(Process { phase, pid, message: None })
     }
 
     /// Returns the error message that the last process has left, if any.
