@@ -368,12 +368,8 @@ fn network(facts: &Facts) -> Vec<HostFinding> {
         return vec![warned("network", message, remedy.to_owned())];
     };
     let mut findings = Vec::new();
-    if !data.choice.problem.is_empty() {
-        findings.push(failed(
-            "network",
-            data.choice.problem.clone(),
-            "ip -br address; ip -br link".to_owned(),
-        ));
+    if let Some(problem) = &data.choice.problem {
+        findings.push(failed("network", problem.clone(), "ip -br address; ip -br link".to_owned()));
     }
     findings.extend(mtu(data));
     let text = data.choice.address.map_or_else(|| "none".to_owned(), |address| address.to_string());

@@ -79,7 +79,7 @@ impl Node for NodeService {
         let mut warnings = blocking(of_longhorn).await?;
         let data = self.hub.data_address();
         warnings.extend(self.host_warnings.get(&self.config).await);
-        warnings.extend(Some(data.problem).filter(|problem| !problem.is_empty()));
+        warnings.extend(data.problem);
         Ok(Response::new(v1::NodeInfo {
             name: self.config.node_name.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),

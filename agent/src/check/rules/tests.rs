@@ -50,7 +50,7 @@ fn well() -> Facts {
         },
         is_clock_synchronised: Some(true),
         data: Some(DataFacts {
-            choice: Choice { address: Some("192.0.2.1".parse().unwrap()), problem: String::new() },
+            choice: Choice { address: Some("192.0.2.1".parse().unwrap()), problem: None },
             interface: Some(("eth1".to_owned(), 9000)),
             peers: vec![("192.0.2.2".parse().unwrap(), true, true)],
         }),
@@ -312,7 +312,8 @@ fn clocks_networks_and_certificates() {
     assert_ill(clock, "time", Warned, "not synchronised", "timedatectl");
     assert_ill(|facts| facts.is_clock_synchronised = None, "time", Warned, "does not say", "timedatectl");
     assert_ill(|facts| facts.data = None, "network", Warned, "no data address", "data_interface");
-    let down = |facts: &mut Facts| facts.data.as_mut().unwrap().choice.problem = "eth1 is down".to_owned();
+    let down =
+        |facts: &mut Facts| facts.data.as_mut().unwrap().choice.problem = Some("eth1 is down".to_owned());
     assert_ill(down, "network", Failed, "eth1 is down", "ip -br link");
     let lost = |facts: &mut Facts| facts.data.as_mut().unwrap().peers[0].2 = false;
     assert_ill(

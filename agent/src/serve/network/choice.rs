@@ -50,8 +50,8 @@ pub struct Interfaces {
 pub struct Choice {
     /// The address; None if the node never had one.
     pub address: Option<IpAddr>,
-    /// The reason why other nodes cannot reach it; empty if they can.
-    pub problem: String,
+    /// The reason why other nodes cannot reach it; none if they can.
+    pub problem: Option<String>,
 }
 
 /// Chooses the data address of this node. `last` is the address that it had so far.
@@ -64,7 +64,7 @@ pub fn choose(interfaces: &Interfaces, filter: &InterfaceFilter, last: Option<Ip
     if current.is_some_and(|entry| {
         entry.is_link_up && (!entry.is_deprecated || up().all(|other| other.is_deprecated))
     }) {
-        return Choice { address: last, problem: String::new() };
+        return Choice { address: last, problem: None };
     }
     let rank = |entry: &&InterfaceAddress| {
         let is_of_last_family = last.is_none_or(|last| last.is_ipv4() == entry.address.is_ipv4());
@@ -75,9 +75,9 @@ pub fn choose(interfaces: &Interfaces, filter: &InterfaceFilter, last: Option<Ip
     // operator may have unplugged it for a moment, and every volume would reconnect twice.
     let waits_for_link = current.is_some_and(|entry| !entry.is_link_up);
     if let Some(best) = up().max_by_key(rank).filter(|_| !waits_for_link) {
-        return Choice { address: Some(best.address), problem: String::new() };
+        return Choice { address: Some(best.address), problem: None };
     }
-    let problem = problem(interfaces, filter, last);
+    let problem = Some(problem(interfaces, filter, last));
     let address = last.or_else(|| usable.iter().copied().max_by_key(rank).map(|entry| entry.address));
     Choice { address, problem }
 }

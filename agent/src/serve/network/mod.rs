@@ -58,7 +58,7 @@ impl FamilyChange {
         let problem = format!(
             "{last} is not usable: without an address of its family, {address} is taken after {limit_s} s"
         );
-        Choice { address: Some(last), problem }
+        Choice { address: Some(last), problem: Some(problem) }
     }
 }
 
@@ -78,8 +78,8 @@ impl DataNetwork {
     pub async fn start(source: DataSource, last: Option<IpAddr>) -> DataNetwork {
         let first = match &source {
             DataSource::Off => Choice::default(),
-            DataSource::Fixed(address) => Choice { address: Some(*address), problem: String::new() },
-            DataSource::Interfaces(_) => Choice { address: last, problem: String::new() },
+            DataSource::Fixed(address) => Choice { address: Some(*address), problem: None },
+            DataSource::Interfaces(_) => Choice { address: last, problem: None },
         };
         let choice = watch::Sender::new(first);
         let interfaces = Interfaces::default();
@@ -165,11 +165,13 @@ pub fn choice_of(source: &DataSource, interfaces: &Interfaces, last: Option<IpAd
 /// Returns the configured address, with a problem if this host does not have it.
 fn fixed(address: IpAddr, interfaces: &Interfaces) -> Choice {
     let is_there = address.is_loopback() || interfaces.addresses.iter().any(|own| own.address == address);
-    let problem = format!(
-        "this host does not have data_address {address}: correct it in the configuration, or use \
-         data_interface"
-    );
-    Choice { address: Some(address), problem: if is_there { String::new() } else { problem } }
+    let problem = || {
+        format!(
+            "this host does not have data_address {address}: correct it in the configuration, or use \
+             data_interface"
+        )
+    };
+    Choice { address: Some(address), problem: (!is_there).then(problem) }
 }
 
 fn report(before: &Choice, now: &Choice) {
@@ -183,10 +185,10 @@ fn report(before: &Choice, now: &Choice) {
             "the data address has changed"
         );
     }
-    match (before.problem.as_str(), now.problem.as_str()) {
-        (before, now) if before == now => {}
-        (_, "") => tracing::info!("other nodes reach replicas here again"),
-        (_, problem) => tracing::warn!("{problem}"),
+    match &now.problem {
+        now if *now == before.problem => {}
+        None => tracing::info!("other nodes reach replicas here again"),
+        Some(problem) => tracing::warn!("{problem}"),
     }
 }
 
@@ -207,25 +209,23 @@ mod tests {
             is_secondary: false,
         };
         let there = Interfaces { links: vec![("eth1".to_owned(), true)], addresses: vec![own] };
-        assert_eq!(fixed(address, &there), Choice { address: Some(address), problem: String::new() });
+        assert_eq!(fixed(address, &there), Choice { address: Some(address), problem: None });
         let missing = fixed(address, &Interfaces::default());
-        assert!(
-            missing.address == Some(address) && missing.problem.contains("data_interface"),
-            "{missing:?}"
-        );
+        let problem = missing.problem.unwrap();
+        assert!(missing.address == Some(address) && problem.contains("data_interface"), "{problem}");
     }
 
     #[test]
     fn the_family_changes_only_after_some_time_without_the_last_one() {
         let ip = |text: &str| text.parse::<IpAddr>().ok();
-        let is = |address: Option<IpAddr>| Choice { address, problem: String::new() };
+        let is = |address: Option<IpAddr>| Choice { address, problem: None };
         let (last, other, sibling) = (ip("10.1.0.7"), ip("fd00::7"), ip("10.1.0.8"));
         let start = Instant::now();
         let mut change = FamilyChange::default();
         // A link comes back: IPv6 is there at once, and DHCP answers later.
         for seconds in [0, 19] {
             let held = change.hold(last, is(other), start + Duration::from_secs(seconds));
-            assert!(held.address == last && held.problem.contains("fd00::7"), "{held:?}");
+            assert!(held.address == last && held.problem.unwrap().contains("fd00::7"), "{seconds} s");
         }
         assert_eq!(change.hold(last, is(last), start + Duration::from_secs(19)), is(last));
         // The next change starts the limit over, and it expires.
