@@ -23,6 +23,7 @@ mod reach;
 mod rebalance;
 mod reboot;
 mod status;
+mod table;
 mod tls;
 mod upgrade;
 mod wait;

@@ -2,7 +2,6 @@
 
 use std::io::Write;
 
-use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
 use shorthorn_api::{nonempty, v1};
 use shorthorn_types::status::{CopyStatus, MemberMode, VolumeState};
@@ -11,6 +10,7 @@ use shorthorn_types::{Generation, HumanBytes};
 use super::error::CtlError;
 use super::format::Format;
 use super::json::{InspectionOutput, RebalanceOutput, VolumeOutput};
+use super::table::table;
 
 /// Writes `text` and ends its last line. A closed pipe (`| head`) is not an error.
 pub(super) fn print(text: &str) -> Result<(), CtlError> {
@@ -381,16 +381,6 @@ pub(super) fn facts(facts: &[(&str, String)]) -> String {
         table.add_row([*name, value.as_str()]);
     }
     table.to_string()
-}
-
-fn table(headers: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING);
-    table.set_content_arrangement(ContentArrangement::Dynamic);
-    if !headers.is_empty() {
-        table.set_header(headers.iter().copied());
-    }
-    table
 }
 
 pub(super) fn dash(text: String) -> String {

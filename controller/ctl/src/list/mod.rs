@@ -11,12 +11,12 @@ mod watch;
 
 use std::fmt::Write as _;
 
-use comfy_table::{ContentArrangement, Table, presets};
 use serde_json::Value;
 
 use super::error::CtlError;
 use super::format::Format;
 use super::output::for_programs;
+use super::table::{table, wide_table};
 
 pub(super) use devices::devices;
 pub(super) use fetch::{ListKind, Lister, Options, Order};
@@ -86,19 +86,9 @@ impl List {
     fn table(&self, format: Format, has_headers: bool) -> String {
         let shown: Vec<bool> =
             self.columns.iter().map(|column| format == Format::Wide || !column.is_wide).collect();
-        let mut table = Table::new();
-        table.load_style(presets::NOTHING);
-        // A wide table is for a wide screen: nothing in it is broken into lines.
-        let is_wide = format == Format::Wide;
-        table.set_content_arrangement(if is_wide {
-            ContentArrangement::Disabled
-        } else {
-            ContentArrangement::Dynamic
-        });
-        if has_headers {
-            let headers = self.columns.iter().zip(&shown).filter(|(_, shown)| **shown);
-            table.set_header(headers.map(|(column, _)| column.header));
-        }
+        let headers = self.columns.iter().zip(&shown).filter(|(_, shown)| **shown);
+        let headers: Vec<&str> = headers.map(|(column, _)| column.header).filter(|_| has_headers).collect();
+        let mut table = if format == Format::Wide { wide_table(&headers) } else { table(&headers) };
         for row in self.entries.iter().flat_map(|entry| &entry.rows) {
             let cells = row.iter().zip(&shown).filter(|(_, shown)| **shown);
             table.add_row(cells.map(|(cell, _)| if cell.is_empty() { "-" } else { cell.as_str() }));
