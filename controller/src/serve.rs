@@ -105,17 +105,17 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
             return Ok(());
         }
     };
-    let mut run = Run::new(config, opened, source).await?;
-    run.serve(&mut servers).await?;
-    run.started();
-    let result = match run.work(&mut servers, &mut signals).await {
+    let mut controller = ControllerDaemon::new(config, opened, source).await?;
+    controller.serve(&mut servers).await?;
+    controller.started();
+    let result = match controller.work(&mut servers, &mut signals).await {
         End::AtOnce(result) => return result,
         End::InOrder(result) => result,
     };
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
     // No work has to be completed: the next start continues it.
     servers.stop().await;
-    run.release(servers).await;
+    controller.release(servers).await;
     result
 }
 
@@ -128,7 +128,7 @@ enum End {
 }
 
 /// A controller that has opened its store, and may lead.
-struct Run {
+struct ControllerDaemon {
     config: Config,
     source: Arc<ControllerMetrics>,
     reconciling: Reconciling,
@@ -138,9 +138,13 @@ struct Run {
     tasks: LeaderTasks,
 }
 
-impl Run {
+impl ControllerDaemon {
     /// Opens the CA, and starts the tasks that need no server.
-    async fn new(config: Config, opened: Opened, source: Arc<ControllerMetrics>) -> Result<Run, ServeError> {
+    async fn new(
+        config: Config,
+        opened: Opened,
+        source: Arc<ControllerMetrics>,
+    ) -> Result<ControllerDaemon, ServeError> {
         let Opened { ca_storage, store, mut tasks, kubernetes } = opened;
         let (metrics, readiness) = (source.metrics(), Arc::clone(source.readiness()));
         let store = Arc::new(Metered::new(store, metrics.clone(), readiness));
@@ -157,7 +161,7 @@ impl Run {
             kubernetes.sign(&tls, &mut tasks);
             kubernetes.look_after_pods(&reconciling, metrics, &mut tasks);
         }
-        Ok(Run { config, source, reconciling, tls, kubernetes, tasks })
+        Ok(ControllerDaemon { config, source, reconciling, tls, kubernetes, tasks })
     }
 
     /// Serves the API and CSI on all configured addresses.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::Run;
+use super::VolumeReconciler;
 use crate::objects::{ConditionType, Finding, MemberMode, Replica};
 use crate::observed::{Detail, GrantWanted, InstanceKey};
 use crate::reconcile::{GRANT_CHECK, START_CHECK, remaining};
@@ -10,7 +10,7 @@ use crate::{AgentCall, NodeName};
 
 const WAITING: &str = "WaitingForArbiter";
 
-impl Run<'_> {
+impl VolumeReconciler<'_> {
     /// Answers the engine of the current attachment if it waits for the arbiter. The answer is stored before
     /// the engine gets it. Any answer may be lost. The reconciler therefore repeats it as long as the engine
     /// reports that it waits. It does so after [`GRANT_CHECK`] or [`START_CHECK`], and after growing pauses
@@ -95,7 +95,7 @@ impl Run<'_> {
 
     fn send_grant(&mut self, node: NodeName, view: shorthorn_types::View) {
         let volume = self.stored.spec.volume_name.clone();
-        self.then.push((
+        self.calls_after_store.push((
             node,
             AgentCall::Grant { volume, attach: self.stored.status.attach, view: Box::new(view) },
         ));

@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 
 use shorthorn_types::ReplicaId;
 
-use super::{Run, health, remaining};
+use super::{VolumeReconciler, health, remaining};
 use crate::objects::{
     CurrentState, DataState, DesireState, Engine, EnginePhase, EngineSpec, Finding, Replica, ReplicaSpec,
     ReplicaStatus, Robustness, VolumeState,
@@ -10,7 +10,7 @@ use crate::objects::{
 use crate::reconcile::{ENGINE_RETRY, REPLICA_WAIT};
 use crate::{NodeName, ReplicaTarget};
 
-impl Run<'_> {
+impl VolumeReconciler<'_> {
     /// Draws the number of the attachment. This run stores it, and nothing is started before the next one.
     pub(super) fn begin_attach(&mut self, node: NodeName) {
         if self.waits_for_name() {
@@ -58,7 +58,7 @@ impl Run<'_> {
             let message = format!("the engine serves on node {node}: {endpoint}");
             self.decision.emit(self.key(), false, "EngineStarted", message);
             self.enter(VolumeState::Attached);
-            self.watch_over();
+            self.maintain_attached();
             return;
         }
         if current {
@@ -172,7 +172,7 @@ impl Run<'_> {
     }
 
     /// Keeps an attached volume's robustness up to date.
-    pub(super) fn watch_over(&mut self) {
+    pub(super) fn maintain_attached(&mut self) {
         let Some(engine) = self.engine else { return };
         if self.replace_lost_engine(engine) {
             return;

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use shorthorn_types::ReplicaId;
 
-use super::{Reachability, Run, reachability};
+use super::{Reachability, VolumeReconciler, reachability};
 use crate::NodeName;
 use crate::objects::{
     ConditionType, DataState, DesireState, Engine, Finding, Metadata, Replica, ReplicaSpec, ReplicaStatus,
@@ -15,7 +15,7 @@ use crate::scheduler::{self, Placement, PlacementRefusal, PlacementRequest};
 const UNDELETING: &str =
     "the volume comes back from the trash; if that does not end, shorthornctl volume undelete it again";
 
-impl Run<'_> {
+impl VolumeReconciler<'_> {
     /// Makes the engine object and gives every replica a place.
     pub(super) fn create(&mut self) {
         if self.waits_for_name() || self.waits_for_unknown() {
@@ -59,7 +59,7 @@ impl Run<'_> {
                 self.decision.emit(self.key(), true, "ScheduledDegraded", message);
             }
             self.set_settled(Finding::Well);
-            self.know_no_health();
+            self.set_health_unknown();
             self.enter(VolumeState::Detached);
         }
     }

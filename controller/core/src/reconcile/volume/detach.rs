@@ -5,7 +5,7 @@
 //! one does not delay that. An engine whose device is in use is not stopped. Its volume is repaired like an
 //! attached one, and is attached again if it is wanted there again.
 
-use super::{Reachability, Run, reachability};
+use super::{Reachability, VolumeReconciler, reachability};
 use crate::objects::{
     CurrentState, DesireState, Engine, EnginePhase, EngineSpec, EngineStatus, Finding, Key, Kind, Metadata,
     REPLICAS_STOPPING, Replica, Robustness, Volume, VolumeState,
@@ -33,16 +33,16 @@ fn is_abandoned(volume: &Volume, engine: &Engine) -> bool {
     volume.is_deleting() && volume.status.is_abandoned(engine.spec.attach)
 }
 
-impl Run<'_> {
+impl VolumeReconciler<'_> {
     pub(super) fn detach(&mut self) {
         if !self.engine_stopped() {
-            self.look_after_leaving();
+            self.repair_while_detaching();
             return;
         }
         let is_wanted = self.stored.spec.node_id.is_some();
         self.next.status.current_node_id = None;
         self.enter(VolumeState::Detached);
-        self.know_no_health();
+        self.set_health_unknown();
         if is_wanted {
             // The next engine needs the replicas at once.
             self.set_settled(Finding::wrong(
@@ -50,12 +50,12 @@ impl Run<'_> {
                 "the volume is about to be attached to another node",
             ));
         } else {
-            self.rest();
+            self.stop_replicas();
         }
     }
 
     /// Stops the replicas of a detached volume that is wanted nowhere, in the background.
-    pub(super) fn rest(&mut self) {
+    pub(super) fn stop_replicas(&mut self) {
         self.want_replicas(DesireState::Stopped);
         // A replica whose node is out of reach is stopped when that is back; generations keep it harmless.
         let stopped = |replica: &&Replica| {
@@ -112,7 +112,7 @@ impl Run<'_> {
     }
 
     /// Repairs the volume while requests continue for as long as the engine cannot be stopped.
-    fn look_after_leaving(&mut self) {
+    fn repair_while_detaching(&mut self) {
         let Some(engine) = self.engine.filter(|engine| engine.spec.desire_state == DesireState::Stopped)
         else {
             return;
@@ -141,9 +141,9 @@ impl Run<'_> {
             return;
         }
         let (volume, replicas) = (engine.spec.volume_name.clone(), engine.spec.replica_address_map.clone());
-        self.then.push((node, AgentCall::UpdateReplicas { volume, attach, replicas, revision }));
+        self.calls_after_store.push((node, AgentCall::UpdateReplicas { volume, attach, replicas, revision }));
         let status = EngineStatus { map_revision: revision, ..engine.status.clone() };
-        self.finally = Some(Engine { status, ..engine.clone() });
+        self.engine_after_store = Some(Engine { status, ..engine.clone() });
     }
 
     /// Returns true if no relevant engine runs; requests the stop of one that may run.
@@ -198,7 +198,7 @@ impl Run<'_> {
     pub(super) fn tear_down(&mut self) {
         self.enter(VolumeState::Deleting);
         if !self.engine_stopped() {
-            self.look_after_leaving();
+            self.repair_while_detaching();
             return;
         }
         if self.waits_for_unknown() {

@@ -1,6 +1,6 @@
 //! Computes the columns that kubectl shows of a volume, because kubectl cannot compute anything itself.
 
-use super::Run;
+use super::VolumeReconciler;
 use crate::NodeName;
 use crate::objects::{ConditionType, CurrentState, Display, Engine, Finding, Replica, Volume, VolumeState};
 use crate::observed::{Agents, Detail, InstanceKey};
@@ -24,7 +24,7 @@ const BY_WEIGHT: [ConditionType; 7] = [
     ConditionType::EngineCurrent,
 ];
 
-impl Run<'_> {
+impl VolumeReconciler<'_> {
     /// Updates the displayed fields. A start does not change them as long as its steps are not stored.
     pub(super) fn show(&mut self) {
         self.record_program();

@@ -5,14 +5,14 @@
 //! A detached volume has the new size at once. An engine makes every replica grow before it serves, including
 //! formerly absent ones, so no reader sees the old size again.
 
-use super::Run;
+use super::VolumeReconciler;
 use crate::objects::{
     ConditionType, Engine, EngineSpec, Finding, NEXT_ATTACH, Replica, ReplicaSpec, VolumeState,
 };
 
-impl Run<'_> {
+impl VolumeReconciler<'_> {
     /// Brings the size to the stored replicas and the engine; returns true if they changed.
-    pub(super) fn pass_on_size(&mut self) -> bool {
+    pub(super) fn expand(&mut self) -> bool {
         let size = self.stored.spec.size;
         let smaller = |replica: &&Replica| replica.spec.volume_size < size;
         let replicas: Vec<&Replica> = self.replicas.iter().copied().filter(smaller).collect();

@@ -10,13 +10,13 @@
 use shorthorn_types::{Generation, ReplicaId, ReplicaReport};
 use shorthorn_views::{basis, forgets, knows_no_engine};
 
-use super::Run;
+use super::VolumeReconciler;
 use crate::AgentCall;
 use crate::objects::{DesireState, Engine, Finding, Replica};
 use crate::observed::{Detail, InstanceKey, InstanceState, ObservedReplica};
 use crate::reconcile::{Reachability, START_CHECK, reachability};
 
-impl Run<'_> {
+impl VolumeReconciler<'_> {
     /// Returns true if no engine of this attachment, or of an older one, can acknowledge a write any more.
     pub(super) fn is_fenced(&self, engine: &Engine) -> bool {
         self.stored.status.is_fenced(engine.spec.attach)
@@ -89,7 +89,7 @@ impl Run<'_> {
             if self.observed_replica(replica).is_some_and(|shown| shown.attach < Some(attach)) {
                 let (volume, replica_id) = (replica.spec.volume_name.clone(), replica.spec.replica_id);
                 let call = AgentCall::FenceReplica { volume, replica_id, attach };
-                self.then.push((replica.spec.node_id.clone(), call));
+                self.calls_after_store.push((replica.spec.node_id.clone(), call));
             }
         }
     }

@@ -26,8 +26,8 @@ const DELETION_HELD: &str = "DeletionHeld";
 /// The word for programs of a volume that waits for an object that the controller cannot use.
 const OBJECT_UNKNOWN: &str = "ObjectUnknown";
 
-/// A run over one volume: the stored state, the new one, and the decisions so far.
-struct Run<'a> {
+/// A run over a volume: its stored state, the new one, and the decisions so far.
+struct VolumeReconciler<'a> {
     context: &'a Context<'a>,
     stored: &'a Volume,
     next: Volume,
@@ -35,14 +35,14 @@ struct Run<'a> {
     replicas: Vec<&'a Replica>,
     decision: Decision,
     /// The calls to make once the new state is stored.
-    then: Vec<(NodeName, AgentCall)>,
-    /// The engine object after that.
-    finally: Option<Engine>,
+    calls_after_store: Vec<(NodeName, AgentCall)>,
+    /// The engine object to write after these calls.
+    engine_after_store: Option<Engine>,
 }
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let Some(stored) = context.cluster.volumes.get(name) else { return Decision::nothing() };
-    let mut run = Run {
+    let mut reconciler = VolumeReconciler {
         context,
         stored,
         next: stored.clone(),
@@ -51,34 +51,34 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         engine: context.cluster.engines.get(name).filter(|engine| !engine::is_left_behind(context, engine)),
         replicas: context.cluster.replicas_of(&stored.spec.volume_name).collect(),
         decision: Decision::nothing(),
-        then: Vec::new(),
-        finally: None,
+        calls_after_store: Vec::new(),
+        engine_after_store: None,
     };
     match context.cluster.unknown(&Key::new(Kind::Engine, name)) {
         // It may write: nothing that follows from its state can be decided.
-        Some(message) => run.set_settled(Finding::wrong(OBJECT_UNKNOWN, message)),
-        None => run.step(),
+        Some(message) => reconciler.set_settled(Finding::wrong(OBJECT_UNKNOWN, message)),
+        None => reconciler.step(),
     }
-    run.show();
+    reconciler.show();
     // Events are sent once the result is stored: a run whose write fails is repeated, with all of its events.
     let is_event = |action: &Action| matches!(action, Action::Emit(_));
     let (events, mut actions): (Vec<Action>, Vec<Action>) =
-        std::mem::take(&mut run.decision.actions).into_iter().partition(is_event);
-    if run.next != *run.stored {
-        actions.push(Action::Write(Box::new(run.next.into())));
+        std::mem::take(&mut reconciler.decision.actions).into_iter().partition(is_event);
+    if reconciler.next != *reconciler.stored {
+        actions.push(Action::Write(Box::new(reconciler.next.into())));
     }
     actions.extend(events);
-    run.decision.actions = actions;
-    for (node, call) in run.then {
-        run.decision.call(&node, call);
+    reconciler.decision.actions = actions;
+    for (node, call) in reconciler.calls_after_store {
+        reconciler.decision.call(&node, call);
     }
-    if let Some(engine) = run.finally {
-        run.decision.write(engine);
+    if let Some(engine) = reconciler.engine_after_store {
+        reconciler.decision.write(engine);
     }
-    run.decision
+    reconciler.decision
 }
 
-impl Run<'_> {
+impl VolumeReconciler<'_> {
     fn step(&mut self) {
         if let Some(persistent_volume) = self.stored.deletion_waits_for() {
             self.hold_deletion(persistent_volume);
@@ -88,17 +88,17 @@ impl Run<'_> {
         }
         // A volume whose device is in use continues until it can be stopped, even if it is deleted.
         if !self.stored.is_deleting() || !engine_is_over(self.context, self.stored) {
-            if self.catch_up() {
+            if self.renew_stale_attach() {
                 return;
             }
             self.renew_record();
             self.record_reported_grant();
             self.arbitrate();
-            if self.pass_on_size() {
+            if self.expand() {
                 return;
             }
         }
-        self.live();
+        self.advance();
         self.record_size();
     }
 
@@ -117,7 +117,7 @@ impl Run<'_> {
         self.next.status.conditions.set(ConditionType::Accepted, finding, self.context.now);
     }
 
-    fn live(&mut self) {
+    fn advance(&mut self) {
         let desired = self.stored.spec.node_id.as_ref();
         let here = desired.is_some() && desired == self.stored.status.current_node_id.as_ref();
         match self.stored.status.state {
@@ -130,10 +130,10 @@ impl Run<'_> {
             }
             VolumeState::Detached => match desired.cloned() {
                 Some(node) => self.begin_attach(node),
-                None => self.rest(),
+                None => self.stop_replicas(),
             },
             VolumeState::Attaching if here => self.attach(),
-            VolumeState::Attached if here => self.watch_over(),
+            VolumeState::Attached if here => self.maintain_attached(),
             // Stored before anything is stopped.
             VolumeState::Attaching | VolumeState::Attached => {
                 self.enter(VolumeState::Detaching);
@@ -176,7 +176,7 @@ impl Run<'_> {
         self.next.status.conditions.set(ConditionType::Settled, finding, self.context.now);
     }
 
-    /// Records like [`Run::set_settled`], but not for a start that may soon be over.
+    /// Records like [`VolumeReconciler::set_settled`], but not for a start that may soon be over.
     fn set_settled_of_start(&mut self, finding: Finding) {
         let left = quiet_left(self.context, Some(self.stored));
         if left.is_zero() {
@@ -188,7 +188,7 @@ impl Run<'_> {
 
     /// Records why the robustness of a detached volume is not known. That is not a problem, so it is not
     /// reported.
-    fn know_no_health(&mut self) {
+    fn set_health_unknown(&mut self) {
         self.next.status.robustness = Robustness::Unknown;
         let message = "the volume is not attached, and only its engine knows which replicas have all data";
         let finding = Finding::wrong("NotAttached", message);

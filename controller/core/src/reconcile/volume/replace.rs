@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use shorthorn_types::ReplicaId;
 use shorthorn_types::limits::MAX_MEMBERS;
 
-use super::{Run, surplus};
+use super::{VolumeReconciler, surplus};
 use crate::ReplicaTarget;
 use crate::drain::{self, EvictionReason};
 use crate::objects::{
@@ -63,7 +63,7 @@ fn was_never_member(volume: &Volume, replica: &Replica) -> bool {
     replica.status.healthy_at.is_none() && !volume.status.first_members.contains(&replica.spec.replica_id)
 }
 
-impl<'a> Run<'a> {
+impl<'a> VolumeReconciler<'a> {
     /// Makes missing replicas, removes surplus ones, and sends the list to the engine.
     pub(super) fn keep_replicas(&mut self, engine: &Engine) {
         // A replica that cannot be used may be a member: it is neither replaced nor forgotten.

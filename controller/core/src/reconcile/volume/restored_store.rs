@@ -11,12 +11,12 @@
 
 use shorthorn_types::View;
 
-use super::Run;
+use super::VolumeReconciler;
 use crate::objects::{Finding, Replica, VolumeState};
 use crate::observed::{Detail, InstanceKey};
 use crate::reconcile::START_CHECK;
 
-impl Run<'_> {
+impl VolumeReconciler<'_> {
     /// Returns the newest attachment that any reachable process of the volume knows.
     pub(super) fn reported_attach(&self) -> Option<u64> {
         let volume = &self.stored.spec.volume_name;
@@ -39,7 +39,7 @@ impl Run<'_> {
     }
 
     /// Draws a number above those in use if the stored one is not. Returns true if this run ends with that.
-    pub(super) fn catch_up(&mut self) -> bool {
+    pub(super) fn renew_stale_attach(&mut self) -> bool {
         let attach = self.stored.status.attach;
         let Some(refused) = self.refused_attach() else { return false };
         let is_used = match self.stored.status.state {

@@ -1,11 +1,11 @@
 //! Carries out the operator's decision that the data of one replica is the volume.
 
-use super::Run;
+use super::VolumeReconciler;
 use crate::AgentCall;
 use crate::objects::{ConditionType, CurrentState, DesireState, Finding, Replica, ReplicaStatus, Salvage};
 use crate::observed::InstanceKey;
 
-impl Run<'_> {
+impl VolumeReconciler<'_> {
     /// Stops the engine and then the replica, and sends the replica the decision. Then the volume continues
     /// as it was wanted.
     pub(super) fn salvage(&mut self) {
