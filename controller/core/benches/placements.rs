@@ -20,7 +20,7 @@ use shorthorn_controller_core::objects::{
     Robustness, Secret, VolumeState,
 };
 use shorthorn_controller_core::observed::{AgentInfo, AgentLink, Agents, ObservedAgent, ObservedDisk};
-use shorthorn_controller_core::rebalance::Survey;
+use shorthorn_controller_core::rebalance::RebalanceInput;
 use shorthorn_controller_core::reconcile::{Context, Settings, reconcile};
 use shorthorn_controller_core::requests::{Change, CreateVolume};
 use shorthorn_controller_core::{Action, ClusterState, NodeName, Timestamp};
@@ -155,8 +155,9 @@ impl Cluster {
         }
         for what in ["as it is", "with a tenth more nodes"] {
             let start = Instant::now();
-            let plan =
-                Survey::of(&self.state, &self.agents, Settings::default().scheduling, &[]).unwrap().plan();
+            let plan = RebalanceInput::of(&self.state, &self.agents, Settings::default().scheduling, &[])
+                .unwrap()
+                .plan();
             let took = start.elapsed();
             line(&format!("moves {what}"), plan.moves.len().to_string());
             line("  to find them, ms", format!("{:.0}", took.as_secs_f64() * 1e3));

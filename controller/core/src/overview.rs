@@ -6,8 +6,8 @@ use crate::objects::{ConditionType, Node, Robustness, Volume, VolumeState};
 use crate::observed::{Agents, Detail};
 use crate::{ClusterState, NodeName, drain};
 
-/// The maximum number of listed matters of each kind; more are counted.
-pub const MATTERS_MAX: usize = 50;
+/// The maximum number of listed issues of each kind; more are counted.
+pub const ISSUES_MAX: usize = 50;
 /// The maximum number of listed names for each version.
 pub const NAMES_MAX: usize = 5;
 
@@ -25,9 +25,9 @@ pub struct Overview {
     /// The space of all disks in reach.
     pub space: Space,
     /// The problems.
-    pub wrong: Matters,
+    pub wrong: Issues,
     /// The activities and the waits.
-    pub waiting: Matters,
+    pub waiting: Issues,
     /// The running versions.
     pub versions: Vec<Version>,
 }
@@ -58,18 +58,18 @@ pub struct Space {
     pub scheduled_bytes: u64,
 }
 
-/// A list of matters, the first of them in words.
+/// A list of issues, the first of them in words.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Matters {
-    /// At most [`MATTERS_MAX`].
-    pub listed: Vec<Matter>,
+pub struct Issues {
+    /// At most [`ISSUES_MAX`].
+    pub listed: Vec<Issue>,
     /// The number of further entries.
     pub more: u32,
 }
 
-/// A matter of an object.
+/// An issue of an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Matter {
+pub struct Issue {
     /// Kind and name, like `volume v1`.
     pub about: String,
     /// The word for programs.
@@ -141,7 +141,7 @@ impl Overview {
         self.volumes.faulted += u32::from(status.robustness == Robustness::Faulted);
         let about = || format!("volume {}", volume.metadata.name);
         for condition in status.conditions.iter().filter(|condition| !condition.status) {
-            let matters = match condition.kind {
+            let issues = match condition.kind {
                 // They report the progress of work that continues by itself.
                 ConditionType::Settled | ConditionType::Expanded | ConditionType::EngineCurrent => {
                     &mut self.waiting
@@ -152,7 +152,7 @@ impl Overview {
                 }
                 _ => &mut self.wrong,
             };
-            matters.add(about(), &condition.reason, &condition.message);
+            issues.add(about(), &condition.reason, &condition.message);
         }
     }
 
@@ -176,20 +176,20 @@ impl Overview {
         for replica in cluster.replicas.values().filter(|replica| drain::is_evicted(cluster, replica)) {
             let left = drain::of_replica(cluster, agents, replica);
             let about = format!("replica {}", replica.metadata.name);
-            let (matters, reason) =
+            let (issues, reason) =
                 if left.held { (&mut self.wrong, "EvictionHeld") } else { (&mut self.waiting, "Evicting") };
-            matters.add(about, reason, &left.message);
+            issues.add(about, reason, &left.message);
         }
     }
 }
 
-impl Matters {
+impl Issues {
     fn add(&mut self, about: String, reason: &str, message: &str) {
-        if self.listed.len() >= MATTERS_MAX {
+        if self.listed.len() >= ISSUES_MAX {
             self.more += 1;
             return;
         }
-        self.listed.push(Matter { about, reason: reason.to_owned(), message: message.to_owned() });
+        self.listed.push(Issue { about, reason: reason.to_owned(), message: message.to_owned() });
     }
 }
 

@@ -58,8 +58,8 @@ impl Gain {
 
 /// The input of a plan: a copy of the necessary part of the cluster state, because planning takes a while.
 #[derive(Debug)]
-pub struct Survey {
-    board: Board,
+pub struct RebalanceInput {
+    planner: MovePlanner,
     movable: Vec<Movable>,
     plan: RebalancePlan,
 }
@@ -79,8 +79,8 @@ struct Location {
     disk: String,
 }
 
-impl Survey {
-    /// Returns the survey of the volumes in `only`, or of all if that is empty.
+impl RebalanceInput {
+    /// Returns the input of the volumes in `only`, or of all if that is empty.
     ///
     /// # Errors
     /// [`RequestError::NoVolume`] for a volume that does not exist.
@@ -89,13 +89,13 @@ impl Survey {
         agents: &Agents,
         limits: Limits,
         only: &[String],
-    ) -> Result<Survey, RequestError> {
+    ) -> Result<RebalanceInput, RequestError> {
         let only: BTreeSet<&str> = only.iter().map(String::as_str).collect();
         for name in &only {
             requests::find(cluster, name)?;
         }
-        let board = Board::of(cluster, agents, limits);
-        let mut survey = Survey { board, movable: Vec::new(), plan: RebalancePlan::default() };
+        let planner = MovePlanner::of(cluster, agents, limits);
+        let mut input = RebalanceInput { planner, movable: Vec::new(), plan: RebalancePlan::default() };
         for (name, volume) in &cluster.volumes {
             let replicas: Vec<&Replica> = cluster.replicas_of(&volume.spec.volume_name).collect();
             let movable = Movable::of(agents, limits, volume, &replicas);
@@ -104,24 +104,24 @@ impl Survey {
             };
             if let Some(leaving) = replicas.iter().position(asked) {
                 let left = drain::of_replica(cluster, agents, replicas[leaving]);
-                survey.plan.under_way.push(left);
-                survey.board.finish(&movable, leaving, is_replaced(volume, &replicas));
+                input.plan.under_way.push(left);
+                input.planner.finish(&movable, leaving, is_replaced(volume, &replicas));
             }
             if only.is_empty() || only.contains(name.as_str()) {
                 match left_out(cluster, volume, &replicas) {
-                    Some(reason) => *survey.plan.left_out.entry(reason).or_default() += 1,
-                    None => survey.movable.push(movable),
+                    Some(reason) => *input.plan.left_out.entry(reason).or_default() += 1,
+                    None => input.movable.push(movable),
                 }
             }
         }
-        Ok(survey)
+        Ok(input)
     }
 
     /// Plans the moves. They have to be made one after the other: each relies on those before it, and all on
     /// those in progress.
     #[must_use]
     pub fn plan(mut self) -> RebalancePlan {
-        self.plan.moves = self.board.moves(&self.movable);
+        self.plan.moves = self.planner.moves(&self.movable);
         self.plan
     }
 }
@@ -180,17 +180,17 @@ fn is_replaced(volume: &Volume, replicas: &[&Replica]) -> bool {
 
 /// All nodes, with the replicas of one volume at a time.
 #[derive(Debug)]
-struct Board {
+struct MovePlanner {
     nodes: Vec<NodeCandidate>,
     at: BTreeMap<NodeName, usize>,
     limits: Limits,
 }
 
-impl Board {
-    fn of(cluster: &ClusterState, agents: &Agents, limits: Limits) -> Board {
+impl MovePlanner {
+    fn of(cluster: &ClusterState, agents: &Agents, limits: Limits) -> MovePlanner {
         let nodes = scheduler::candidates_for_new(cluster, agents);
         let at = nodes.iter().enumerate().map(|(at, node)| (node.name.clone(), at)).collect();
-        Board { nodes, at, limits }
+        MovePlanner { nodes, at, limits }
     }
 
     /// Returns the moves: first those that separate replicas of one volume, then those from the fullest disk.

@@ -112,7 +112,7 @@ struct LifeId {
 /// The age of the data in a directory, according to itself. Of two directories of one replica the greater one
 /// is newer, for any clocks of their nodes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Holds {
+pub struct DataAge {
     /// The newest committed view; none: no engine has opened it, or it does not say.
     pub committed: Option<ViewId>,
     /// The newest that was proposed.
@@ -137,7 +137,7 @@ pub struct Trashed {
     /// The time of the deletion, in milliseconds since 1970, by the clock of its node.
     pub deleted_ms: u64,
     /// The age of its data.
-    pub holds: Holds,
+    pub data_age: DataAge,
     /// True if the directory is in its place already, and only its record is in the trash.
     pub restored: bool,
     /// The record; none if it is damaged, or was never made.
@@ -166,8 +166,8 @@ pub fn directories(
     name: &str,
     trash: &[Trashed],
 ) -> Result<Vec<Trashed>, RequestError> {
-    let life = Life::newest(cluster, name, trash)?;
-    life.there(cluster)?;
+    let deleted = DeletedVolume::newest(cluster, name, trash)?;
+    deleted.there(cluster)?;
     let waits = |trashed: &&Trashed| match cluster.replicas.get(&instance_name(trashed)) {
         Some(stored) => {
             let is_same_location =
@@ -177,7 +177,7 @@ pub fn directories(
         }
         None => true,
     };
-    Ok(life.found.values().map(|(trashed, _)| *trashed).filter(waits).cloned().collect())
+    Ok(deleted.found.values().map(|(trashed, _)| *trashed).filter(waits).cloned().collect())
 }
 
 /// Plans the restoration of the volume of that name from the trash; the directories of `in_place` are there.
@@ -192,34 +192,35 @@ pub fn undelete(
     secret: Secret,
     now: Timestamp,
 ) -> Result<Undeletion, RequestError> {
-    let life = Life::newest(cluster, name, trash)?;
-    let there = life.there(cluster)?;
-    let attach = there.map_or(life.record.attach, |volume| volume.status.attach.max(life.record.attach));
-    if in_place.is_empty() && life.left.is_empty() && !life.has_taken {
+    let deleted = DeletedVolume::newest(cluster, name, trash)?;
+    let there = deleted.there(cluster)?;
+    let attach =
+        there.map_or(deleted.record.attach, |volume| volume.status.attach.max(deleted.record.attach));
+    if in_place.is_empty() && deleted.left.is_empty() && !deleted.has_taken {
         return Err(RequestError::NothingToUndelete(name.to_owned()));
     }
     let is_in_place = |trashed: &Trashed| in_place.contains(&trashed.replica_id);
-    let found = life.found.values().filter(|(trashed, _)| is_in_place(trashed));
+    let found = deleted.found.values().filter(|(trashed, _)| is_in_place(trashed));
     let new = found.filter(|(trashed, _)| !cluster.replicas.contains_key(&instance_name(trashed)));
     let mut replicas: Vec<Replica> =
-        new.map(|(trashed, record)| life.replica(trashed, record, attach, now)).collect();
-    replicas.extend(life.left.iter().map(|(replica, record)| taken_back(replica, record, attach, now)));
-    if there.is_some_and(|volume| !life.is_bare(cluster, volume)) {
+        new.map(|(trashed, record)| deleted.replica(trashed, record, attach, now)).collect();
+    replicas.extend(deleted.left.iter().map(|(replica, record)| taken_back(replica, record, attach, now)));
+    if there.is_some_and(|volume| !deleted.is_bare(cluster, volume)) {
         return Ok(Undeletion { replicas, ..Undeletion::default() });
     }
     // No other controller has asked for a volume without data of its own to have these: they are of an
     // undeletion.
-    replicas.extend(life.half_stored(cluster, attach, now));
+    replicas.extend(deleted.half_stored(cluster, attach, now));
     let volume = match there {
-        Some(volume) => Volume { status: status(&life.record), ..volume.clone() },
+        Some(volume) => Volume { status: status(&deleted.record), ..volume.clone() },
         None => {
             let spec = VolumeSpec {
-                volume_name: life.name.clone(),
+                volume_name: deleted.name.clone(),
                 node_id: None,
                 secret,
-                ..life.record.spec.clone()
+                ..deleted.record.spec.clone()
             };
-            Volume { metadata: Metadata::new(name, now), spec, status: status(&life.record) }
+            Volume { metadata: Metadata::new(name, now), spec, status: status(&deleted.record) }
         }
     };
     let engine = (!cluster.engines.contains_key(name)).then(|| Engine::of_new(&volume, now));
@@ -227,7 +228,7 @@ pub fn undelete(
 }
 
 /// The last deleted volume of a name.
-struct Life<'a> {
+struct DeletedVolume<'a> {
     name: VolumeName,
     /// The directories that were deleted with it, with their records, by replica.
     found: BTreeMap<ReplicaId, (&'a Trashed, &'a DeletionRecord)>,
@@ -239,11 +240,15 @@ struct Life<'a> {
     record: DeletionRecord,
 }
 
-impl<'a> Life<'a> {
+impl<'a> DeletedVolume<'a> {
     /// Chooses the last stored one of several volumes of the name: the name was free only after the former
     /// one was gone. Clocks decide only between records of earlier releases. Of several directories of a
     /// replica, and of several records, the newest by content counts.
-    fn newest(cluster: &ClusterState, name: &str, trash: &'a [Trashed]) -> Result<Life<'a>, RequestError> {
+    fn newest(
+        cluster: &ClusterState,
+        name: &str,
+        trash: &'a [Trashed],
+    ) -> Result<DeletedVolume<'a>, RequestError> {
         let name = VolumeName::new(name)?;
         check_all_known(cluster, name.as_str())?;
         let of_it = trash.iter().filter(|trashed| trashed.volume == name);
@@ -278,7 +283,7 @@ impl<'a> Life<'a> {
         left.retain(|(_, record)| record.life() == life);
         taken.retain(|record| record.life() == life);
         let has_taken = !taken.is_empty();
-        let newness = |trashed: &Trashed| (trashed.restored, trashed.holds, trashed.deleted_ms);
+        let newness = |trashed: &Trashed| (trashed.restored, trashed.data_age, trashed.deleted_ms);
         let mut found: BTreeMap<ReplicaId, (&Trashed, &DeletionRecord)> = BTreeMap::new();
         for (trashed, record) in all {
             let known = found.get(&trashed.replica_id);
@@ -286,7 +291,7 @@ impl<'a> Life<'a> {
                 found.insert(trashed.replica_id, (trashed, record));
             }
         }
-        Ok(Life { name, found, left, has_taken, record })
+        Ok(DeletedVolume { name, found, left, has_taken, record })
     }
 
     /// Returns the volume, if it exists: its undeletion was interrupted, or had not reached every node.

@@ -10,7 +10,7 @@ use shorthorn_controller_core::observed::{
 };
 use shorthorn_controller_core::orphans::{self, Directory};
 use shorthorn_controller_core::salvage::Inspection;
-use shorthorn_controller_core::undelete::{Holds, Trashed};
+use shorthorn_controller_core::undelete::{DataAge, Trashed};
 use shorthorn_controller_core::{AgentCall, NodeName, ReplicaTarget, StartEngine, StartReplica};
 use shorthorn_types::{ReplicaId, VolumeName};
 
@@ -270,7 +270,7 @@ pub(crate) fn trashed(node: &NodeName, trashed: &v1::TrashedReplica) -> Option<T
         volume: VolumeName::new(&trashed.volume).ok()?,
         replica_id: trashed.replica_id.parse().ok()?,
         deleted_ms: trashed.deleted_ms,
-        holds: holds(trashed),
+        data_age: data_age(trashed),
         restored: trashed.restored,
         record: trashed.known_record().and_then(|record| serde_json::from_str(record).ok()),
     })
@@ -291,9 +291,9 @@ pub(super) fn directories(node: &NodeName, disks: Vec<v1::Disk>) -> Vec<Director
 }
 
 /// Returns the age of the data of a directory in the trash.
-fn holds(trashed: &v1::TrashedReplica) -> Holds {
+fn data_age(trashed: &v1::TrashedReplica) -> DataAge {
     let report = report(trashed.committed.clone(), trashed.proposed.clone()).ok();
-    Holds {
+    DataAge {
         committed: report.as_ref().map(|report| report.committed.id),
         proposed: report.and_then(|report| report.proposed.iter().map(|view| view.id).max()),
         attach: trashed.known_generation().map(|generation| generation.attach),
@@ -373,7 +373,7 @@ mod tests {
             volume: "v1".parse().unwrap(),
             replica_id: ReplicaId::from_random(1),
             deleted_ms: 7,
-            holds: Holds::default(),
+            data_age: DataAge::default(),
             restored: false,
             record: None,
         };

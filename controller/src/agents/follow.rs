@@ -91,7 +91,7 @@ impl Fleet {
 
     /// Adds an agent at that address; returns false if it can never be reached there.
     fn know(&self, node: &NodeName, url: &ServerUrl) -> bool {
-        if self.peers().get(node).is_some_and(|peer| peer.url == *url) {
+        if self.connections().get(node).is_some_and(|connection| connection.url == *url) {
             return true;
         }
         let added = self.add(node, url, true);

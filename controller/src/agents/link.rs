@@ -142,7 +142,7 @@ async fn listen(
     client: &mut Client,
     mut stream: Streaming<v1::InstanceEvent>,
 ) -> Status {
-    let next_look = || Instant::now() + looks_every(fleet.peers().len());
+    let next_look = || Instant::now() + looks_every(fleet.connections().len());
     let look_at_disks = tokio::time::sleep_until(next_look());
     tokio::pin!(look_at_disks);
     loop {

@@ -111,13 +111,13 @@ pub struct Fleet {
     configured: BTreeMap<NodeName, ServerUrl>,
     /// None: only agents on this host are connected to.
     credentials: Option<Credentials>,
-    peers: RwLock<BTreeMap<NodeName, Peer>>,
+    connections: RwLock<BTreeMap<NodeName, AgentConnection>>,
     agents: RwLock<Agents>,
 }
 
-/// The way to an agent.
+/// The connection to an agent, and its address.
 #[derive(Clone)]
-struct Peer {
+struct AgentConnection {
     url: ServerUrl,
     channel: Channel,
     /// Held while disks are queried or added, so that an older answer never replaces a newer one.
@@ -162,7 +162,7 @@ impl Fleet {
             metrics,
             configured: nodes.clone(),
             credentials,
-            peers: RwLock::default(),
+            connections: RwLock::default(),
             agents: RwLock::default(),
         };
         for (node, url) in nodes {
@@ -177,21 +177,21 @@ impl Fleet {
     fn add(&self, node: &NodeName, url: &ServerUrl, from_object: bool) -> Result<(), AddressError> {
         let role = Role::Node(node.to_string());
         let channel = url.connect(&protected(url.endpoint()?), self.credentials.as_ref(), role)?;
-        let peer = Peer { url: url.clone(), channel, asking_for_disks: Arc::default() };
+        let connection = AgentConnection { url: url.clone(), channel, asking_for_disks: Arc::default() };
         let agent = ObservedAgent { from_object, ..ObservedAgent::new(url.to_string(), Timestamp::now()) };
         self.agents_mut().insert(node.clone(), agent);
-        self.peers.write().unwrap_or_else(PoisonError::into_inner).insert(node.clone(), peer);
+        self.connections.write().unwrap_or_else(PoisonError::into_inner).insert(node.clone(), connection);
         Ok(())
     }
 
     /// Does not know the agent of `node` any more.
     fn remove(&self, node: &NodeName) {
-        self.peers.write().unwrap_or_else(PoisonError::into_inner).remove(node);
+        self.connections.write().unwrap_or_else(PoisonError::into_inner).remove(node);
         self.agents_mut().remove(node);
     }
 
-    fn peers(&self) -> RwLockReadGuard<'_, BTreeMap<NodeName, Peer>> {
-        self.peers.read().unwrap_or_else(PoisonError::into_inner)
+    fn connections(&self) -> RwLockReadGuard<'_, BTreeMap<NodeName, AgentConnection>> {
+        self.connections.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the observed agents. The guard must not be held across an await.
@@ -211,18 +211,18 @@ impl Fleet {
 
     /// Returns the keys of the nodes whose agents are known, stored or not.
     pub fn node_keys(&self) -> Vec<Key> {
-        self.peers().keys().map(|node| Key::new(Kind::Node, node.as_str())).collect()
+        self.connections().keys().map(|node| Key::new(Kind::Node, node.as_str())).collect()
     }
 
     fn client(&self, node: &NodeName) -> Result<Client, CallError> {
-        let peers = self.peers();
-        let peer = peers.get(node).ok_or_else(|| CallError::NotConfigured(node.clone()))?;
-        Ok(NodeClient::new(self.marked(peer)))
+        let connections = self.connections();
+        let connection = connections.get(node).ok_or_else(|| CallError::NotConfigured(node.clone()))?;
+        Ok(NodeClient::new(self.marked(connection)))
     }
 
-    fn marked(&self, peer: &Peer) -> AgentChannel {
+    fn marked(&self, connection: &AgentConnection) -> AgentChannel {
         let of_cluster = OfCluster::new(self.store.cluster(), self.store.leader());
-        InterceptedService::new(peer.channel.clone(), of_cluster)
+        InterceptedService::new(connection.channel.clone(), of_cluster)
     }
 
     /// Returns the nodes whose agents are connected.
@@ -237,11 +237,11 @@ impl Fleet {
         if !self.agents().get(node).is_some_and(ObservedAgent::is_synced) {
             return None;
         }
-        self.peers().get(node).map(|peer| self.marked(peer))
+        self.connections().get(node).map(|connection| self.marked(connection))
     }
 
     async fn ask_for_disks(&self, node: &NodeName) -> Option<OwnedMutexGuard<()>> {
-        let asking = Arc::clone(&self.peers().get(node)?.asking_for_disks);
+        let asking = Arc::clone(&self.connections().get(node)?.asking_for_disks);
         Some(asking.lock_owned().await)
     }
 

@@ -2,7 +2,7 @@
 
 use shorthorn_api::v1;
 use shorthorn_controller_core::doctor::{self, Check, Controller};
-use shorthorn_controller_core::overview::{Matters, Overview};
+use shorthorn_controller_core::overview::{Issues, Overview};
 
 use super::server::Api;
 
@@ -33,8 +33,8 @@ impl Api {
             total_bytes: found.space.total_bytes,
             available_bytes: found.space.available_bytes,
             scheduled_bytes: found.space.scheduled_bytes,
-            wrong: Some(matters(found.wrong)),
-            waiting: Some(matters(found.waiting)),
+            wrong: Some(issues(found.wrong)),
+            waiting: Some(issues(found.waiting)),
             versions: found.versions.into_iter().map(version).collect(),
         }
     }
@@ -50,13 +50,13 @@ impl Api {
     }
 }
 
-fn matters(matters: Matters) -> v1::Matters {
-    let listed = matters.listed.into_iter().map(|matter| v1::Matter {
-        about: matter.about,
-        reason: matter.reason,
-        message: matter.message,
+fn issues(issues: Issues) -> v1::Matters {
+    let listed = issues.listed.into_iter().map(|issue| v1::Matter {
+        about: issue.about,
+        reason: issue.reason,
+        message: issue.message,
     });
-    v1::Matters { listed: listed.collect(), more: matters.more }
+    v1::Matters { listed: listed.collect(), more: issues.more }
 }
 
 fn check(check: Check) -> v1::Check {

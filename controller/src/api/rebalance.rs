@@ -2,7 +2,7 @@
 
 use shorthorn_api::v1;
 use shorthorn_api::v1::rebalance_request::Mode;
-use shorthorn_controller_core::rebalance::{self, Move, RebalancePlan, Survey};
+use shorthorn_controller_core::rebalance::{self, Move, RebalanceInput, RebalancePlan};
 use tonic::{Response, Status};
 
 use super::server::{Api, Reply, drain_left};
@@ -48,9 +48,9 @@ impl Api {
     /// others.
     async fn plan(&self, only: &[String]) -> Result<RebalancePlan, Status> {
         let limits = self.settings.scheduling;
-        let survey = Survey::of(&self.store.state(), &self.fleet.agents(), limits, only)
+        let input = RebalanceInput::of(&self.store.state(), &self.fleet.agents(), limits, only)
             .map_err(|error| status::of_request(&error))?;
-        let plan = tokio::task::spawn_blocking(|| survey.plan()).await;
+        let plan = tokio::task::spawn_blocking(|| input.plan()).await;
         plan.map_err(|error| Status::internal(format!("planning ended early: {error}")))
     }
 }

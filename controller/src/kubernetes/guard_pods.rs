@@ -65,7 +65,7 @@ impl std::fmt::Debug for GuardPods {
 }
 
 /// Both kinds of objects, as the API server has them.
-struct There {
+struct GuardObjects {
     pods: Api<Pod>,
     budgets: Api<DynamicObject>,
     budget: ApiResource,
@@ -91,7 +91,7 @@ impl GuardPods {
     /// Keeps them right, until it is dropped.
     pub async fn run(self) {
         let budget = budget_resource(&self.client).await;
-        let there = There {
+        let objects = GuardObjects {
             pods: Api::namespaced(self.client.clone(), &self.namespace),
             budgets: Api::namespaced_with(self.client.clone(), &self.namespace, &budget),
             budget,
@@ -99,22 +99,22 @@ impl GuardPods {
             known_budgets: Reflector::new(),
         };
         tokio::join!(
-            there.known_pods.follow(there.pods.clone(), guard_pod),
-            there.known_budgets.follow(there.budgets.clone(), guarded_node),
-            self.keep(&there),
+            objects.known_pods.follow(objects.pods.clone(), guard_pod),
+            objects.known_budgets.follow(objects.budgets.clone(), guarded_node),
+            self.keep(&objects),
         );
     }
 
-    async fn keep(&self, there: &There) {
+    async fn keep(&self, objects: &GuardObjects) {
         let (mut changes, mut machines) = (self.store.changes(), self.machines.changes());
-        let (mut pods, mut budgets) = (there.known_pods.changes(), there.known_budgets.changes());
+        let (mut pods, mut budgets) = (objects.known_pods.changes(), objects.known_budgets.changes());
         let mut needed = Needed::default();
         needed.look_at_all(&self.store.state());
         // The time at which each pod that had ended was deleted, by its name.
         let mut ended = BTreeMap::new();
         let mut failures = 0;
         loop {
-            let again = match self.round(there, &needed, &mut ended).await {
+            let again = match self.round(objects, &needed, &mut ended).await {
                 Ok(again) => {
                     failures = 0;
                     again
@@ -176,12 +176,12 @@ impl GuardPods {
     /// change.
     async fn round(
         &self,
-        there: &There,
+        objects: &GuardObjects,
         needed: &Needed,
         ended: &mut BTreeMap<String, Instant>,
     ) -> Result<Option<Duration>, CallError> {
         let (Some(kubernetes), Some(pods), Some(budgets)) =
-            (self.machines.kubernetes(), there.known_pods.all(), there.known_budgets.all())
+            (self.machines.kubernetes(), objects.known_pods.all(), objects.known_budgets.all())
         else {
             return Ok(None);
         };
@@ -193,47 +193,47 @@ impl GuardPods {
         let mut plan = guards::plan(&wanted, &pods, &budgets);
         plan.make_pod.retain(|(name, _)| !ended.contains_key(name));
         for (name, guard) in &plan.make_budget {
-            self.make_budget(there, name, guard).await?;
+            self.make_budget(objects, name, guard).await?;
         }
         for (name, guard) in &plan.make_pod {
-            if self.make_pod(there, name, guard).await? {
+            if self.make_pod(objects, name, guard).await? {
                 self.record(guard);
             }
         }
-        self.clean(there, &plan).await?;
+        self.clean(objects, &plan).await?;
         let has_ended = |name: &&String| pods.get(*name).is_some_and(|pod| pod.has_ended);
         ended.extend(plan.delete_pod.iter().filter(has_ended).map(|name| (name.clone(), Instant::now())));
         Ok((!ended.is_empty()).then_some(AGAIN))
     }
 
-    async fn clean(&self, there: &There, plan: &GuardPlan) -> Result<(), CallError> {
+    async fn clean(&self, objects: &GuardObjects, plan: &GuardPlan) -> Result<(), CallError> {
         for (name, message) in &plan.report {
             let holds = json!({ "metadata": { "annotations": { HOLDS_ANNOTATION: message } } });
             let (parameters, holds) = (PatchParams::default(), Patch::Merge(holds));
-            unless_code(bounded(there.pods.patch(name, &parameters, &holds)).await, 404)?;
+            unless_code(bounded(objects.pods.patch(name, &parameters, &holds)).await, 404)?;
         }
         for name in &plan.delete_pod {
             // The pod has no work to interrupt, and its kubelet may be unreachable.
             let now = DeleteParams::default().grace_period(0);
-            unless_code(bounded(there.pods.delete(name, &now)).await, 404)?;
+            unless_code(bounded(objects.pods.delete(name, &now)).await, 404)?;
             tracing::info!(pod = name, "a guard pod is deleted");
         }
         for name in &plan.delete_budget {
-            unless_code(bounded(there.budgets.delete(name, &DeleteParams::default())).await, 404)?;
+            unless_code(bounded(objects.budgets.delete(name, &DeleteParams::default())).await, 404)?;
         }
         Ok(())
     }
 
-    async fn make_budget(&self, there: &There, name: &str, guard: &Guard) -> Result<(), CallError> {
-        let object = object(&budget(&there.budget, name, guard))?;
-        unless_code(bounded(there.budgets.create(&PostParams::default(), &object)).await, 409)
+    async fn make_budget(&self, objects: &GuardObjects, name: &str, guard: &Guard) -> Result<(), CallError> {
+        let object = object(&budget(&objects.budget, name, guard))?;
+        unless_code(bounded(objects.budgets.create(&PostParams::default(), &object)).await, 409)
     }
 
     /// Makes a pod. Returns false if one of that name exists already.
-    async fn make_pod(&self, there: &There, name: &str, guard: &Guard) -> Result<bool, CallError> {
+    async fn make_pod(&self, objects: &GuardObjects, name: &str, guard: &Guard) -> Result<bool, CallError> {
         let image = self.image.as_deref().unwrap_or_default();
         let pod: Pod = object(&pod(image, name, guard))?;
-        match bounded(there.pods.create(&PostParams::default(), &pod)).await {
+        match bounded(objects.pods.create(&PostParams::default(), &pod)).await {
             Ok(_) => {
                 tracing::info!(node = guard.node, holds = guard.message, "a guard pod is made");
                 Ok(true)

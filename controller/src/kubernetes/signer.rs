@@ -229,9 +229,9 @@ async fn fail(
     bounded(api.patch_status(&name, &PatchParams::default(), &Patch::Merge(change))).await.map(drop)
 }
 
-fn condition(verdict: &str, message: &str) -> CertificateSigningRequestCondition {
+fn condition(condition_type: &str, message: &str) -> CertificateSigningRequestCondition {
     CertificateSigningRequestCondition {
-        type_: verdict.to_owned(),
+        type_: condition_type.to_owned(),
         status: "True".to_owned(),
         reason: Some("ShorthornSigner".to_owned()),
         message: Some(message.to_owned()),
@@ -242,10 +242,10 @@ fn condition(verdict: &str, message: &str) -> CertificateSigningRequestCondition
 async fn decide(
     api: &Api<CertificateSigningRequest>,
     found: &CertificateSigningRequest,
-    verdict: &str,
+    condition_type: &str,
     message: &str,
 ) -> Result<(), CallError> {
-    let condition = condition(verdict, message);
+    let condition = condition(condition_type, message);
     let name = found.metadata.name.clone().unwrap_or_default();
     let change = json!({
         "metadata": { "resourceVersion": found.metadata.resource_version },
@@ -254,9 +254,9 @@ async fn decide(
     bounded(api.patch_approval(&name, &PatchParams::default(), &Patch::Merge(change))).await.map(drop)
 }
 
-fn has_condition(found: &CertificateSigningRequest, verdict: &str) -> bool {
+fn has_condition(found: &CertificateSigningRequest, condition_type: &str) -> bool {
     let conditions = found.status.as_ref().and_then(|status| status.conditions.as_ref());
-    conditions.is_some_and(|all| all.iter().any(|condition| condition.type_ == verdict))
+    conditions.is_some_and(|all| all.iter().any(|condition| condition.type_ == condition_type))
 }
 
 fn judge(found: &CertificateSigningRequest) -> RequestDecision {
@@ -343,9 +343,9 @@ mod tests {
 
     #[test]
     fn a_request_is_decided_once_and_an_approval_by_hand_proves_nothing() {
-        let with = |verdict: &str, mut found: CertificateSigningRequest| {
+        let with = |condition_type: &str, mut found: CertificateSigningRequest| {
             let condition = CertificateSigningRequestCondition {
-                type_: verdict.to_owned(),
+                type_: condition_type.to_owned(),
                 ..CertificateSigningRequestCondition::default()
             };
             found.status = Some(CertificateSigningRequestStatus {

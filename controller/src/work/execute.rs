@@ -12,7 +12,7 @@ use crate::queue::RunOutcome;
 use crate::store::{Store, StoreError};
 
 /// Performs the actions of decisions.
-pub(super) struct Executor {
+pub(super) struct ActionRunner {
     store: Arc<dyn Store>,
     fleet: Arc<Fleet>,
     /// The channel for errors of the store that no retry can repair.
@@ -21,14 +21,14 @@ pub(super) struct Executor {
     events: Option<Events>,
 }
 
-impl Executor {
+impl ActionRunner {
     pub(super) fn new(
         store: Arc<dyn Store>,
         fleet: Arc<Fleet>,
         broken: mpsc::Sender<StoreError>,
         events: Option<Events>,
-    ) -> Executor {
-        Executor { store, fleet, broken, events }
+    ) -> ActionRunner {
+        ActionRunner { store, fleet, broken, events }
     }
 
     /// Carries the actions out in order, up to the first that fails. `version`: that of the object when it
@@ -130,8 +130,8 @@ mod tests {
     use crate::store::MemoryStore;
     use crate::store::failing::FailingStore;
 
-    /// Returns an executor with an agent on `a` that counts as synced and does not answer.
-    fn executor(store: impl Store) -> (Arc<dyn Store>, Executor, mpsc::Receiver<StoreError>) {
+    /// Returns an action runner with an agent on `a` that counts as synced and does not answer.
+    fn action_runner(store: impl Store) -> (Arc<dyn Store>, ActionRunner, mpsc::Receiver<StoreError>) {
         let store: Arc<dyn Store> = Arc::new(store);
         let nodes =
             BTreeMap::from([("a".parse().unwrap(), "unix:///nonexistent/agent.sock".parse().unwrap())]);
@@ -139,7 +139,7 @@ mod tests {
         let fleet = Fleet::new(&nodes, Arc::clone(&store), queue, Metrics::default()).unwrap();
         fleet.change(&"a".parse().unwrap(), |agent| agent.link = AgentLink::Synced);
         let (broken, errors) = mpsc::channel(1);
-        (Arc::clone(&store), Executor::new(store, fleet, broken, None), errors)
+        (Arc::clone(&store), ActionRunner::new(store, fleet, broken, None), errors)
     }
 
     fn node(name: &str) -> Object {
@@ -156,19 +156,26 @@ mod tests {
 
     #[tokio::test]
     async fn actions_are_performed_in_order_up_to_the_first_that_fails() {
-        let (store, executor, mut errors) = executor(MemoryStore::new());
+        let (store, action_runner, mut errors) = action_runner(MemoryStore::new());
         let key = node("a").key();
         let all = decision(vec![write(node("a")), write(node("b"))]);
-        assert_eq!(executor.carry_out(&key, 0, all).await, RunOutcome::Done(Some(Duration::from_secs(3))));
+        assert_eq!(
+            action_runner.carry_out(&key, 0, all).await,
+            RunOutcome::Done(Some(Duration::from_secs(3)))
+        );
         let some = decision(vec![write(node("c")), write(node("a")), write(node("d"))]);
-        assert_eq!(executor.carry_out(&key, 0, some).await, RunOutcome::Failed, "the version of a is old");
+        assert_eq!(
+            action_runner.carry_out(&key, 0, some).await,
+            RunOutcome::Failed,
+            "the version of a is old"
+        );
         assert_eq!(store.state().nodes.keys().collect::<Vec<_>>(), ["a", "b", "c"]);
         assert!(errors.try_recv().is_err(), "a conflict needs a new decision only");
     }
 
     #[tokio::test]
     async fn data_is_not_deleted_if_its_object_has_changed_since_the_decision() {
-        let (store, executor, _errors) = executor(MemoryStore::new());
+        let (store, action_runner, _errors) = action_runner(MemoryStore::new());
         let stored = store.put(node("a")).await.unwrap();
         let (key, version) = (stored.key(), stored.metadata().resource_version);
         let call = AgentCall::DeleteReplica {
@@ -179,20 +186,20 @@ mod tests {
             record: String::new(),
         };
         let delete = || decision(vec![Action::Call("a".parse().unwrap(), call.clone())]);
-        let failures = || executor.fleet.agents().get(&"a".parse().unwrap()).unwrap().failures.len();
+        let failures = || action_runner.fleet.agents().get(&"a".parse().unwrap()).unwrap().failures.len();
         for (decided_at, calls) in [(version - 1, 0), (version, 1)] {
-            assert_eq!(executor.carry_out(&key, decided_at, delete()).await, RunOutcome::Failed);
+            assert_eq!(action_runner.carry_out(&key, decided_at, delete()).await, RunOutcome::Failed);
             assert_eq!(failures(), calls, "decided at version {decided_at}");
         }
     }
 
     #[tokio::test]
     async fn an_error_that_no_retry_repairs_is_sent_once() {
-        let (_store, executor, mut errors) = executor(FailingStore::full());
+        let (_store, action_runner, mut errors) = action_runner(FailingStore::full());
         let key = node("a").key();
         for _ in 0..2 {
             let full = decision(vec![write(node("a")), write(node(FailingStore::FITS))]);
-            assert_eq!(executor.carry_out(&key, 0, full).await, RunOutcome::Failed);
+            assert_eq!(action_runner.carry_out(&key, 0, full).await, RunOutcome::Failed);
         }
         assert!(matches!(errors.try_recv(), Ok(StoreError::Write { .. })));
         assert!(errors.try_recv().is_err(), "the second one finds the channel full");

@@ -19,7 +19,7 @@ use crate::store::{Store, StoreError};
 
 pub use crate::queue::{Depth, Queue, RunOutcome};
 use decider::Decider;
-use execute::Executor;
+use execute::ActionRunner;
 use place_search::PlaceSearch;
 use runs::{Runner, Runs};
 
@@ -51,8 +51,8 @@ impl Worker {
         metrics: Metrics,
     ) -> Arc<Worker> {
         let decider = Decider::new(Arc::clone(&store), Arc::clone(&fleet), settings);
-        let executor = Executor::new(Arc::clone(&store), Arc::clone(&fleet), broken, events);
-        let runner = Arc::new(Runner::new(Arc::clone(&queue), metrics, decider, executor));
+        let action_runner = ActionRunner::new(Arc::clone(&store), Arc::clone(&fleet), broken, events);
+        let runner = Arc::new(Runner::new(Arc::clone(&queue), metrics, decider, action_runner));
         Arc::new(Worker { store, fleet, queue, settings, runner })
     }
 

@@ -7,7 +7,7 @@ use shorthorn_controller_core::objects::Key;
 use tokio::task::JoinSet;
 
 use super::decider::{Decided, Decider};
-use super::execute::Executor;
+use super::execute::ActionRunner;
 use crate::counts::Metrics;
 use crate::queue::{Queue, RunOutcome};
 
@@ -21,12 +21,17 @@ pub(super) struct Runner {
     queue: Arc<Queue>,
     metrics: Metrics,
     decider: Decider,
-    executor: Executor,
+    action_runner: ActionRunner,
 }
 
 impl Runner {
-    pub(super) fn new(queue: Arc<Queue>, metrics: Metrics, decider: Decider, executor: Executor) -> Runner {
-        Runner { queue, metrics, decider, executor }
+    pub(super) fn new(
+        queue: Arc<Queue>,
+        metrics: Metrics,
+        decider: Decider,
+        action_runner: ActionRunner,
+    ) -> Runner {
+        Runner { queue, metrics, decider, action_runner }
     }
 
     /// Runs over an object that the queue has handed out, and hands it back.
@@ -36,7 +41,7 @@ impl Runner {
             // The next decision knows why the place is not open any more.
             Ok(None) => RunOutcome::Failed,
             Ok(Some(Decided { decision, version, reserved })) => {
-                let outcome = self.executor.carry_out(&key, version, decision).await;
+                let outcome = self.action_runner.carry_out(&key, version, decision).await;
                 self.decider.release(&reserved);
                 outcome
             }
@@ -100,8 +105,8 @@ mod tests {
         let nodes = BTreeMap::new();
         let fleet = Fleet::new(&nodes, Arc::clone(&store), Arc::clone(&queue), metrics.clone()).unwrap();
         let decider = Decider::new(Arc::clone(&store), Arc::clone(&fleet), Settings::default());
-        let executor = Executor::new(store, fleet, mpsc::channel(1).0, None);
-        let runner = Runner::new(Arc::clone(&queue), metrics, decider, executor);
+        let action_runner = ActionRunner::new(store, fleet, mpsc::channel(1).0, None);
+        let runner = Runner::new(Arc::clone(&queue), metrics, decider, action_runner);
         (queue, Runs::new(Arc::new(runner)))
     }
 

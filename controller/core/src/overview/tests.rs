@@ -10,7 +10,7 @@ fn overview(example: &Example) -> Overview {
 #[test]
 fn a_healthy_cluster_has_nothing_to_say() {
     let overview = overview(&Example::new());
-    assert_eq!((&overview.wrong, &overview.waiting), (&Matters::default(), &Matters::default()));
+    assert_eq!((&overview.wrong, &overview.waiting), (&Issues::default(), &Issues::default()));
     let volumes = Volumes { all: 1, attached: 1, healthy: 1, degraded: 0, faulted: 0 };
     assert_eq!((overview.volumes, overview.nodes, overview.ready_nodes), (volumes, 3, 3));
     assert_eq!((overview.space.total_bytes, overview.space.scheduled_bytes), (300 << 30, 3 << 30));
@@ -38,8 +38,8 @@ fn problems_and_pending_events_are_shown_apart() {
     let ready = &mut example.node("b").status.conditions;
     ready.set(ConditionType::Ready, Finding::wrong("AgentUnreachable", "no route"), now());
     let overview = overview(&example);
-    let words = |matters: &Matters| -> Vec<String> {
-        matters.listed.iter().map(|matter| format!("{}: {}", matter.about, matter.reason)).collect()
+    let words = |issues: &Issues| -> Vec<String> {
+        issues.listed.iter().map(|issue| format!("{}: {}", issue.about, issue.reason)).collect()
     };
     assert_eq!(
         words(&overview.wrong),
@@ -57,7 +57,7 @@ fn the_health_of_a_detached_volume_is_hidden_and_lists_are_bounded() {
     let volume = example.volume();
     (volume.status.state, volume.status.robustness) = (VolumeState::Detached, Robustness::Unknown);
     volume.status.conditions.set(ConditionType::Healthy, Finding::wrong("NotAttached", "x"), now());
-    assert_eq!(overview(&example).wrong, Matters::default());
+    assert_eq!(overview(&example).wrong, Issues::default());
     for number in 0..60 {
         let mut volume = example.cluster.volumes["v"].clone();
         volume.metadata.name = format!("w{number}");
@@ -65,7 +65,7 @@ fn the_health_of_a_detached_volume_is_hidden_and_lists_are_bounded() {
         example.cluster.insert(volume.into());
     }
     let wrong = overview(&example).wrong;
-    assert_eq!((wrong.listed.len(), wrong.more), (MATTERS_MAX, 10));
+    assert_eq!((wrong.listed.len(), wrong.more), (ISSUES_MAX, 10));
 }
 
 #[test]

@@ -102,7 +102,7 @@ impl Cluster {
     }
 
     fn plan(&self) -> RebalancePlan {
-        Survey::of(&self.state, &self.agents, Limits::default(), &[]).unwrap().plan()
+        RebalanceInput::of(&self.state, &self.agents, Limits::default(), &[]).unwrap().plan()
     }
 
     fn ask(&mut self, replica: &str) {
@@ -245,12 +245,12 @@ fn only_the_volumes_that_were_named_are_moved() {
     for at in 0..4 {
         cluster.add_volume(&format!("v{at}"), &[0], |_| {});
     }
-    let survey = |only: &[&str]| {
+    let input = |only: &[&str]| {
         let only: Vec<String> = only.iter().map(|name| (*name).to_owned()).collect();
-        Survey::of(&cluster.state, &cluster.agents, Limits::default(), &only)
+        RebalanceInput::of(&cluster.state, &cluster.agents, Limits::default(), &only)
     };
-    assert_eq!(words(&survey(&["v3"]).unwrap().plan()), ["v3 n0>n1 Room"]);
-    assert_eq!(survey(&["v3", "x"]).unwrap_err(), RequestError::NoVolume("x".to_owned()));
+    assert_eq!(words(&input(&["v3"]).unwrap().plan()), ["v3 n0>n1 Room"]);
+    assert_eq!(input(&["v3", "x"]).unwrap_err(), RequestError::NoVolume("x".to_owned()));
 }
 
 proptest! {

@@ -30,7 +30,7 @@ fn trashed(volume: &Volume, id: u64, deleted_ms: u64, failed: bool) -> Trashed {
         volume: volume.spec.volume_name.clone(),
         replica_id: ReplicaId::from_random(id),
         deleted_ms,
-        holds: Holds::default(),
+        data_age: DataAge::default(),
         restored: false,
         record: None,
     };
@@ -174,9 +174,9 @@ fn a_new_volume_beside_replicas_left_behind_is_not_half_undeleted() {
     assert!(matches!(back(&cluster, &trash), Err(RequestError::Exists { .. })), "it has a life of its own");
 }
 
-fn holds(attach: u64, number: u32) -> Holds {
+fn data_age(attach: u64, number: u32) -> DataAge {
     let id = ViewId { generation: Generation::new(attach, 1), number };
-    Holds { committed: Some(id), proposed: None, attach: Some(attach) }
+    DataAge { committed: Some(id), proposed: None, attach: Some(attach) }
 }
 
 /// Clocks of nodes differ; the content of the directories and the records does not depend on them.
@@ -186,9 +186,9 @@ fn the_directories_with_the_newest_content_are_restored() {
     let mut earlier = gone.clone();
     earlier.status.attach = 3;
     // Replica 1 was deleted at attachment 3 by a clock that is ahead, came back, and was deleted again.
-    let old = Trashed { holds: holds(3, 1), ..trashed(&earlier, 1, 90, false) };
-    let new = Trashed { holds: holds(5, 2), ..trashed(&gone, 1, 20, false) };
-    let absent = Trashed { holds: holds(3, 1), ..trashed(&earlier, 2, 91, false) };
+    let old = Trashed { data_age: data_age(3, 1), ..trashed(&earlier, 1, 90, false) };
+    let new = Trashed { data_age: data_age(5, 2), ..trashed(&gone, 1, 20, false) };
+    let absent = Trashed { data_age: data_age(3, 1), ..trashed(&earlier, 2, 91, false) };
     let trash = [old, new.clone(), absent.clone()];
     let (undeletion, restored) = back(&ClusterState::default(), &trash).unwrap();
     assert_eq!(restored, [new.clone(), absent]);

@@ -58,7 +58,7 @@ enum Way {
 
 /// The relevant parts of this host.
 #[derive(Clone, Copy, Debug, Default)]
-struct Surroundings {
+struct HostEnvironment {
     /// The program is a plugin of kubectl.
     is_plugin: bool,
     /// True if the default socket exists, so that a controller may listen there.
@@ -69,14 +69,14 @@ struct Surroundings {
     is_pod: bool,
 }
 
-impl Surroundings {
-    fn detect() -> Surroundings {
+impl HostEnvironment {
+    fn detect() -> HostEnvironment {
         let path = DEFAULT_SERVER.trim_start_matches("unix://");
         let home = std::env::home_dir().map(|home| home.join(".kube/config"));
         let is_pod = std::env::var_os("KUBERNETES_SERVICE_HOST").is_some();
         let has_config = std::env::var_os("KUBECONFIG").is_some() || home.is_some_and(|file| file.exists());
         let program = std::env::args_os().next();
-        Surroundings {
+        HostEnvironment {
             is_plugin: program.is_some_and(|program| is_plugin(Path::new(&program))),
             has_socket: std::os::unix::net::UnixStream::connect(path).is_ok(),
             has_cluster: is_pod || has_config,
@@ -90,7 +90,7 @@ pub(super) fn is_plugin(program: &Path) -> bool {
     program.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PLUGIN))
 }
 
-fn way(args: &ReachArgs, found: Surroundings) -> Way {
+fn way(args: &ReachArgs, found: HostEnvironment) -> Way {
     if args.kubeconfig.is_some() || args.context.is_some() {
         return Way::Cluster;
     }
@@ -130,7 +130,7 @@ impl Cluster {
 
 /// Finds the way to the controller. Nothing is connected yet.
 pub(super) async fn reach(args: &ReachArgs) -> Result<Reached, CtlError> {
-    let found = Surroundings::detect();
+    let found = HostEnvironment::detect();
     let way = way(args, found);
     if way == Way::Cluster && found.is_pod && args.kubeconfig.is_none() && args.context.is_none() {
         output::complain("no controller serves in this pod: connecting to the leading pod")?;
@@ -180,18 +180,21 @@ mod tests {
     #[test]
     fn flags_win_over_the_discovered_server() {
         let said = ReachArgs { server: Some("http://h:1".parse().unwrap()), ..ReachArgs::default() };
-        let all = Surroundings { is_plugin: true, has_socket: true, has_cluster: true, is_pod: true };
+        let all = HostEnvironment { is_plugin: true, has_socket: true, has_cluster: true, is_pod: true };
         assert_eq!(way(&said, all), Way::Address("http://h:1".to_owned()));
         // The address may be one of the environment.
         let named = ReachArgs { context: Some("c".to_owned()), ..said };
-        assert_eq!(way(&named, Surroundings { has_socket: true, ..Surroundings::default() }), Way::Cluster);
+        assert_eq!(
+            way(&named, HostEnvironment { has_socket: true, ..HostEnvironment::default() }),
+            Way::Cluster
+        );
     }
 
     #[test]
     fn a_local_socket_is_used_first_and_otherwise_the_cluster() {
         let args = ReachArgs::default();
         let socket = Way::Address(DEFAULT_SERVER.to_owned());
-        let found = |is_plugin, has_socket, has_cluster| Surroundings {
+        let found = |is_plugin, has_socket, has_cluster| HostEnvironment {
             is_plugin,
             has_socket,
             has_cluster,

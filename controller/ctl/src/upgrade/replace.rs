@@ -20,9 +20,9 @@ const POLL: Duration = Duration::from_millis(300);
 /// The longest pause after a request that got no answer.
 const REQUEST_PAUSE_MAX: Duration = Duration::from_secs(10);
 
-/// The standing of a volume whose engine is replaced.
+/// The state of a volume whose engine is replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Standing {
+pub(super) enum UpgradeState {
     /// The engine runs the former program and serves.
     Former,
     /// The engine runs the former program and does not serve.
@@ -83,7 +83,7 @@ struct Progress {
     /// The last request that got no answer of the agent.
     lost: Option<Status>,
     /// The volume as it was seen last; none if no controller answers.
-    standing: Option<Standing>,
+    state: Option<UpgradeState>,
 }
 
 impl One {
@@ -94,11 +94,11 @@ impl One {
         loop {
             let now = self.get_volume().await?;
             progress.see(now.as_ref());
-            match progress.standing {
-                Some(Standing::Done | Standing::Gone) => break,
+            match progress.state {
+                Some(UpgradeState::Done | UpgradeState::Gone) => break,
                 // Another command replaces it.
-                Some(Standing::Recovering) if progress.request == RequestState::NotSent => break,
-                Some(Standing::Former) if progress.may_request(Instant::now()) => {
+                Some(UpgradeState::Recovering) if progress.request == RequestState::NotSent => break,
+                Some(UpgradeState::Former) if progress.may_request(Instant::now()) => {
                     self.request_upgrade(&mut progress).await?;
                 }
                 _ => {}
@@ -150,20 +150,20 @@ impl One {
     /// Returns the failure of an engine whose time is over.
     fn late(&self, progress: &Progress) -> Failure {
         let why = format!("shorthornctl volume why {} has the reason", self.volume);
-        match (progress.standing, &progress.lost) {
+        match (progress.state, &progress.lost) {
             (None, _) => self.failure("not replaced in time: no controller answers", true),
-            (Some(Standing::NotCompared), _) if progress.request == RequestState::NotSent => {
+            (Some(UpgradeState::NotCompared), _) if progress.request == RequestState::NotSent => {
                 self.failure("not replaced in time: its agent has not compared its program", false)
             }
-            (Some(Standing::NotCompared), _) => self
+            (Some(UpgradeState::NotCompared), _) => self
                 .failure("the engine is replaced, and its agent has not compared the program in time", false),
-            (Some(Standing::Former | Standing::Sick), Some(lost)) if !progress.is_answered() => {
+            (Some(UpgradeState::Former | UpgradeState::Sick), Some(lost)) if !progress.is_answered() => {
                 self.failure(&format!("not replaced in time: {}", lost.message()), false)
             }
-            (Some(Standing::Sick), _) => {
+            (Some(UpgradeState::Sick), _) => {
                 self.failure(&format!("not replaced in time, because it does not serve: {why}"), false)
             }
-            (Some(Standing::Former), _) => {
+            (Some(UpgradeState::Former), _) => {
                 self.failure("the engine is replaced, and runs another program than the installed one", false)
             }
             _ => {
@@ -201,12 +201,12 @@ impl Progress {
 
     /// Records the volume as it is now. Until the first request, that is the volume before.
     fn see(&mut self, now: Option<&v1::Volume>) {
-        self.standing = now.map(|now| {
+        self.state = now.map(|now| {
             let is_before = self.request == RequestState::NotSent;
             if is_before && self.before.as_ref().is_none_or(|before| is_same_engine(before, now)) {
                 self.before = Some(now.clone());
             }
-            self.before.as_ref().map_or(Standing::Gone, |before| standing(before, now))
+            self.before.as_ref().map_or(UpgradeState::Gone, |before| upgrade_state(before, now))
         });
     }
 }
@@ -231,19 +231,19 @@ fn is_same_engine(before: &v1::Volume, now: &v1::Volume) -> bool {
     now.attach == before.attach && now.current_node == before.current_node
 }
 
-/// Returns the standing of the volume that was `before`.
-pub(super) fn standing(before: &v1::Volume, now: &v1::Volume) -> Standing {
+/// Returns the state of the volume that was `before`.
+pub(super) fn upgrade_state(before: &v1::Volume, now: &v1::Volume) -> UpgradeState {
     if !is_same_engine(before, now) || now.current_node.is_empty() {
-        return Standing::Gone;
+        return UpgradeState::Gone;
     }
     let is_healthy = |volume: &v1::Volume| volume.known_robustness() == Some(Robustness::Healthy);
     let is_whole = is_healthy(now) || (!is_healthy(before) && members(now) >= members(before));
     match (needs_upgrade(now), is_serving(now)) {
-        (None, _) => Standing::NotCompared,
-        (Some(true), true) => Standing::Former,
-        (Some(true), false) => Standing::Sick,
-        (Some(false), true) if is_whole => Standing::Done,
-        (Some(false), _) => Standing::Recovering,
+        (None, _) => UpgradeState::NotCompared,
+        (Some(true), true) => UpgradeState::Former,
+        (Some(true), false) => UpgradeState::Sick,
+        (Some(false), true) if is_whole => UpgradeState::Done,
+        (Some(false), _) => UpgradeState::Recovering,
     }
 }
 
@@ -279,19 +279,19 @@ mod tests {
         use Robustness::{Degraded, Healthy, Unknown};
         let (outdated, current) = (Some(true), Some(false));
         let before = volume(outdated, Serving, Healthy);
-        let now = |volume: v1::Volume| standing(&before, &volume);
-        assert_eq!(now(before.clone()), Standing::Former);
-        assert_eq!(now(volume(outdated, Frozen, Unknown)), Standing::Sick);
-        assert_eq!(now(volume(None, Serving, Healthy)), Standing::NotCompared, "of either program");
-        assert_eq!(now(volume(current, Starting, Unknown)), Standing::Recovering);
-        assert_eq!(now(volume(current, Serving, Degraded)), Standing::Recovering, "it was healthy");
-        assert_eq!(now(volume(current, Serving, Healthy)), Standing::Done);
-        assert_eq!(now(v1::Volume { attach: 4, ..before.clone() }), Standing::Gone);
-        assert_eq!(now(v1::Volume { current_node: String::new(), ..before.clone() }), Standing::Gone);
+        let now = |volume: v1::Volume| upgrade_state(&before, &volume);
+        assert_eq!(now(before.clone()), UpgradeState::Former);
+        assert_eq!(now(volume(outdated, Frozen, Unknown)), UpgradeState::Sick);
+        assert_eq!(now(volume(None, Serving, Healthy)), UpgradeState::NotCompared, "of either program");
+        assert_eq!(now(volume(current, Starting, Unknown)), UpgradeState::Recovering);
+        assert_eq!(now(volume(current, Serving, Degraded)), UpgradeState::Recovering, "it was healthy");
+        assert_eq!(now(volume(current, Serving, Healthy)), UpgradeState::Done);
+        assert_eq!(now(v1::Volume { attach: 4, ..before.clone() }), UpgradeState::Gone);
+        assert_eq!(now(v1::Volume { current_node: String::new(), ..before.clone() }), UpgradeState::Gone);
         // A volume that lacks a replica needs no more than it had.
         let degraded = volume(outdated, Serving, Degraded);
-        assert_eq!(standing(&degraded, &volume(current, Serving, Degraded)), Standing::Done);
-        assert_eq!(standing(&degraded, &volume(current, Starting, Unknown)), Standing::Recovering);
+        assert_eq!(upgrade_state(&degraded, &volume(current, Serving, Degraded)), UpgradeState::Done);
+        assert_eq!(upgrade_state(&degraded, &volume(current, Starting, Unknown)), UpgradeState::Recovering);
     }
 
     #[test]
@@ -302,14 +302,14 @@ mod tests {
         progress.see(Some(&volume(Some(true), Serving, Healthy)));
         // It loses a replica before its turn.
         progress.see(Some(&volume(Some(true), Serving, Degraded)));
-        assert_eq!(progress.standing, Some(Standing::Former));
+        assert_eq!(progress.state, Some(UpgradeState::Former));
         progress.request = RequestState::Unanswered;
         progress.see(Some(&volume(Some(false), Serving, Degraded)));
-        assert_eq!(progress.standing, Some(Standing::Done));
+        assert_eq!(progress.state, Some(UpgradeState::Done));
         progress.see(None);
-        assert_eq!(progress.standing, None, "no controller answers");
+        assert_eq!(progress.state, None, "no controller answers");
         progress.see(Some(&v1::Volume::default()));
-        assert_eq!(progress.standing, Some(Standing::Gone), "it was deleted");
+        assert_eq!(progress.state, Some(UpgradeState::Gone), "it was deleted");
     }
 
     #[test]
