@@ -2,9 +2,10 @@
 
 use std::cmp::Ordering;
 
+use super::Placement;
+use super::request::{NodeCandidate, PlacementRequest};
 use super::scores::{Choice, Gain, compare, scores, spread};
 use super::zones::Zones;
-use super::{NodeCandidate, Placement, PlacementRequest};
 use crate::NodeName;
 
 /// The divisor of a replica's size that gives the minimum gain of a move. Without it, replicas would move in

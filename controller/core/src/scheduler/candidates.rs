@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, btree_map};
 use std::iter::Peekable;
 
-use super::{DiskCandidate, Limits, NodeCandidate};
+use super::request::{DiskCandidate, Limits, NodeCandidate};
 use crate::cluster_state::ScheduledBytes;
 use crate::objects::{ConditionType, DiskSpec, DiskStatus, Node, Replica, Volume};
 use crate::observed::{Agents, Detail, InstanceKey, ObservedAgent};

@@ -4,7 +4,7 @@ use std::fmt;
 
 use shorthorn_types::HumanGib;
 
-use super::{DiskCandidate, NodeCandidate, PlacementRequest, Zone};
+use super::request::{DiskCandidate, NodeCandidate, PlacementRequest, Zone};
 use crate::{Label, Labels};
 
 /// A rule that can remove a node, or a disk of it.

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::{DiskCandidate, Limits, PlacementRefusal, PlacementRequest, Removal, filters};
+use super::filters;
+use super::refusal::{PlacementRefusal, Removal};
+use super::request::{DiskCandidate, Limits, PlacementRequest};
 use crate::objects::{Replica, Volume};
 use crate::{ClusterState, NodeName};
 

@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use super::filters::{self, Filter};
+use super::request::{NodeCandidate, PlacementRequest};
 use super::zones::Zones;
-use super::{Filter, NodeCandidate, PlacementRequest, filters};
 use crate::NodeName;
 
 /// The maximum number of nodes that a text names with their reasons. The text is stored with the volume, and

@@ -1,10 +1,10 @@
 //! Free capacity for new volumes.
 
-use shorthorn_types::limits::BLOCK_BYTES;
+use shorthorn_types::limits::{BLOCK_BYTES, MAX_VOLUME_BYTES};
 
+use super::request::{NodeCandidate, PlacementRequest};
+use super::schedule;
 use super::zones::Zones;
-use super::{NodeCandidate, PlacementRequest, schedule};
-use shorthorn_types::limits::MAX_VOLUME_BYTES;
 
 /// The room for further volumes of some kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,8 +1,9 @@
 //! Placements in large clusters: a part of the nodes is looked at first.
 
 use super::candidates::some_candidates;
+use super::request::{NodeCandidate, PlacementRequest};
 use super::zones::Zones;
-use super::{NodeCandidate, Placement, PlacementRefusal, PlacementRequest, candidates, choose, schedule};
+use super::{Placement, PlacementRefusal, candidates, choose, schedule};
 use crate::ClusterState;
 use crate::objects::{Replica, Volume};
 use crate::observed::Agents;

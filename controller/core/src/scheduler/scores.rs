@@ -2,7 +2,7 @@
 
 use std::cmp::Ordering;
 
-use super::{DiskCandidate, NodeCandidate, PlacementRequest, Zone};
+use super::request::{DiskCandidate, NodeCandidate, PlacementRequest, Zone};
 
 /// A disk that can be chosen.
 pub(super) struct Choice<'a> {

@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::labels;
+use crate::{Labels, labels};
 
 const GIB: u64 = 1 << 30;
 

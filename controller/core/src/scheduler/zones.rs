@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use super::{NodeCandidate, PlacementRequest, Zone, filters};
+use super::filters;
+use super::request::{NodeCandidate, PlacementRequest, Zone};
 use crate::Label;
 
 /// The zones of some nodes. Which node is in which is found once, the sums are counted before each choice.
