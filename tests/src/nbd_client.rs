@@ -112,6 +112,7 @@ impl NbdClient {
                 Err(error) if Instant::now() >= deadline => {
                     return Err(error.context(format!("no NBD server at {}", socket.display())));
                 }
+                // The server may not listen yet, and nothing notifies of that.
                 Err(_) => std::thread::sleep(CONNECT_PAUSE),
             }
         }

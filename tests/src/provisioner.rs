@@ -85,6 +85,7 @@ impl<'a> Provisioner<'a> {
     fn rest(&self, pause: Duration) {
         let end = Instant::now() + pause;
         while !self.is_stopped() && Instant::now() < end {
+            // Short enough that a stop does not wait for the whole pause.
             thread::sleep(LOOK_AGAIN.min(pause));
         }
     }

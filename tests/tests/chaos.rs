@@ -240,6 +240,7 @@ fn a_return_to_a_tebibyte_copies_only_missed_regions() -> Result<()> {
     let (deadline, mut rest) = (Instant::now() + LIMIT, Duration::from_secs(4));
     while copied_bytes(&volume, &mut client, "in order", all / 2..all / 2 + chunks)? > 2 * OUT_OF_SYNC_BYTES {
         ensure!(Instant::now() < deadline, "more is copied than was missed, again and again");
+        // The regions have to be left alone for longer until they count as clean.
         std::thread::sleep(rest);
         rest *= 2;
     }

@@ -102,7 +102,7 @@ impl Cluster {
         match random.u8(..) {
             0..110 => {
                 self.hosts.set_link(host, false)?;
-                std::thread::sleep(pause * 2);
+                std::thread::sleep(pause * 2); // the length of the cut
                 self.hosts.set_link(host, true)?;
                 faults.cuts += 1;
             }
@@ -115,12 +115,12 @@ impl Cluster {
             }
             230.. => {
                 self.hosts.kill_controller()?;
-                std::thread::sleep(pause);
+                std::thread::sleep(pause); // the time without a controller
                 self.hosts.start_controller()?;
                 faults.controllers += 1;
             }
         }
-        std::thread::sleep(pause / 2);
+        std::thread::sleep(pause / 2); // the calm before the next fault
         Ok(())
     }
 

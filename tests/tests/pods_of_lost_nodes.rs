@@ -279,6 +279,7 @@ fn other_pods_stay(cluster: &Cluster) -> Result<()> {
     cluster.until_event(NAMESPACE, "Volume", "one", "PodForceDeleted")?;
     cluster.until_event(NAMESPACE, "Volume", "one", "AttachmentDeleted")?;
     cluster.until_event("default", "Pod", "other-driver", "PodNotForceDeleted")?;
+    // A deletion that does not happen sends no event.
     std::thread::sleep(QUIET);
     for pod in ["other-driver", "daemon", "time-left", "not-deleted", "without-volume"] {
         ensure!(cluster.api.find(&pod_path(pod))?.is_some(), "pod {pod} is gone");

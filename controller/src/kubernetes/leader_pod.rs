@@ -179,6 +179,7 @@ mod tests {
             if pods.leaders() == leaders {
                 return;
             }
+            // The clock is simulated: this lets the other tasks run.
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
         panic!("{:?} lead, not {leaders:?}", pods.leaders());

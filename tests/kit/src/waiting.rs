@@ -30,6 +30,7 @@ pub fn retry<T, E>(limit: Duration, mut look: impl FnMut() -> Result<T, E>) -> R
         if result.is_ok() || Instant::now() >= deadline {
             return result;
         }
+        // Nothing notifies of the condition.
         std::thread::sleep(pause_after(begin.elapsed()));
     }
 }
@@ -46,6 +47,7 @@ pub async fn retry_async<T, E>(limit: Duration, mut look: impl AsyncFnMut() -> R
         if result.is_ok() || Instant::now() >= deadline {
             return result;
         }
+        // Nothing notifies of the condition.
         tokio::time::sleep(pause_after(begin.elapsed())).await;
     }
 }

@@ -7,6 +7,8 @@
 mod fillers;
 #[path = "tidy/functions.rs"]
 mod functions;
+#[path = "tidy/sleeps.rs"]
+mod sleeps;
 #[path = "tidy/texts.rs"]
 mod texts;
 
@@ -16,6 +18,7 @@ use std::sync::OnceLock;
 
 use fillers::fillers;
 use functions::{avoided_names, long_functions};
+use sleeps::unexplained_sleeps;
 use texts::{Kind, Text, count_words, of_markdown, of_proto, of_rust, sentences};
 
 /// Doc comments whose first line starts with one of [`OPENERS`].
@@ -46,6 +49,8 @@ const LONG_FILES: usize = 0;
 const LONG_FUNCTIONS: usize = 0;
 /// Names of functions, tests included, with words that hide the actor or the thing.
 const AVOIDED_NAMES: usize = 0;
+/// Sleeps of tests without a comment or a constant that says their reason.
+const UNEXPLAINED_SLEEPS: usize = 0;
 
 /// Words that delay the subject of a comment. See "Words and English" in CONTRIBUTING.md.
 const OPENERS: [&str; 28] = [
@@ -458,6 +463,12 @@ fn functions_are_short() {
 fn names_of_functions_name_the_thing() {
     let found: Vec<String> = sources().iter().flat_map(avoided_names).collect();
     check(&found, AVOIDED_NAMES, "AVOIDED_NAMES", "the name of a function has the actor and the thing");
+}
+
+#[test]
+fn sleeps_of_tests_have_a_reason() {
+    let found: Vec<String> = sources().iter().flat_map(unexplained_sleeps).collect();
+    check(&found, UNEXPLAINED_SLEEPS, "UNEXPLAINED_SLEEPS", "a sleep of a test says what it waits for");
 }
 
 #[test]

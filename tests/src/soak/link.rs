@@ -14,6 +14,8 @@ use nix::sched::{CloneFlags, setns};
 
 /// The time limit of a connection to the replica, which waits while the link is cut.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+/// Between two looks for a connection. The socket does not block, so that its thread sees the end of the
+/// link.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);
 /// The maximum bytes that are carried at once.
 const CHUNK_BYTES: usize = 64 << 10;
@@ -208,6 +210,7 @@ impl LinkState {
         let state = self.changed.wait_while(self.lock(), closed).unwrap_or_else(PoisonError::into_inner);
         let (is_gone, delay) = (state.is_gone, state.delay);
         drop(state);
+        // The delay of a slow link is the fault itself.
         thread::sleep(delay);
         if is_gone { Err(io::ErrorKind::ConnectionAborted.into()) } else { Ok(()) }
     }

@@ -13,6 +13,7 @@ use crate::{signal, until};
 
 /// RestartSec of the units.
 const RESTART_PAUSE: Duration = Duration::from_millis(100);
+/// Between two looks for processes that have ended, or that are to be started again.
 const LOOK_PAUSE: Duration = Duration::from_millis(20);
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 

@@ -68,6 +68,9 @@ fn spawner() -> Sender<SpawnRequest> {
         .clone()
 }
 
+/// Between two checks whether a child has ended: std has no wait with a time limit.
+const END_CHECK_PAUSE: Duration = Duration::from_millis(5);
+
 /// Waits for a child to end, at most `limit`.
 pub fn wait_at_most(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>> {
     let deadline = Instant::now() + limit;
@@ -78,6 +81,6 @@ pub fn wait_at_most(child: &mut Child, limit: Duration) -> Result<Option<ExitSta
         if Instant::now() >= deadline {
             return Ok(None);
         }
-        thread::sleep(Duration::from_millis(5));
+        thread::sleep(END_CHECK_PAUSE);
     }
 }
