@@ -14,13 +14,13 @@ mod capacity;
 mod create;
 mod deadline;
 mod expand;
-mod gate;
 mod list;
 mod publish;
 mod rooms;
 mod server;
+mod standby;
 mod status;
 mod wait;
 
-pub use gate::CsiGate;
 pub use server::CsiController;
+pub use standby::CsiStandby;

@@ -20,7 +20,7 @@ use tonic::transport::server::Router;
 
 use super::ServeError;
 use crate::api::Api;
-use crate::csi::{CsiController, CsiGate};
+use crate::csi::{CsiController, CsiStandby};
 use crate::tls::{Tls, TlsApi};
 
 /// The time limit for running calls after the controller was stopped. Watches never end by themselves, and
@@ -43,7 +43,7 @@ pub(super) struct Servers {
     stop: watch::Sender<bool>,
     /// The sockets in the file system that were made.
     sockets: Vec<PathBuf>,
-    csi: CsiGate,
+    csi: CsiStandby,
     /// True once CSI has its socket.
     has_csi: bool,
 }
@@ -54,7 +54,7 @@ impl Servers {
             running: JoinSet::new(),
             stop: watch::Sender::new(false),
             sockets: Vec::new(),
-            csi: CsiGate::default(),
+            csi: CsiStandby::default(),
             has_csi: false,
         }
     }
@@ -225,7 +225,7 @@ mod tests {
         let mut servers = Servers::new();
         servers.serve_csi(&Listen::Unix(path.clone())).await.unwrap();
         let taken =
-            servers.listen(&Listen::Unix(other.clone()), server().add_service(CsiGate::default())).await;
+            servers.listen(&Listen::Unix(other.clone()), server().add_service(CsiStandby::default())).await;
         assert!(taken.is_err());
         let stopping = servers.stopping();
         assert!(path.exists() && !*stopping.borrow());

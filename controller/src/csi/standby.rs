@@ -18,13 +18,13 @@ use super::CsiController;
 
 /// The entrance to the Controller service of CSI, which answers before the service exists.
 #[derive(Clone, Debug, Default)]
-pub struct CsiGate {
+pub struct CsiStandby {
     controller: Arc<OnceLock<CsiController>>,
     /// The flag is set after `controller`: its readers find that.
     ready: Arc<AtomicBool>,
 }
 
-impl CsiGate {
+impl CsiStandby {
     /// Lets calls through to `controller` from now on.
     pub fn open(&self, controller: CsiController) {
         // It leads once in its life: a controller that leads no more ends as a process.
@@ -39,11 +39,11 @@ impl CsiGate {
     }
 }
 
-impl NamedService for CsiGate {
+impl NamedService for CsiStandby {
     const NAME: &'static str = SERVICE_NAME;
 }
 
-impl Service<http::Request<Body>> for CsiGate {
+impl Service<http::Request<Body>> for CsiStandby {
     type Response = http::Response<Body>;
     type Error = Infallible;
     type Future = BoxFuture<Self::Response, Infallible>;
@@ -88,10 +88,10 @@ mod tests {
     async fn a_standby_is_not_ready_and_refuses_calls_until_it_leads() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("csi.sock");
-        let gate = CsiGate::default();
-        let identity = IdentityService::new("driver", "1").ready_while(gate.ready()).server();
+        let standby = CsiStandby::default();
+        let identity = IdentityService::new("driver", "1").ready_while(standby.ready()).server();
         let incoming = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
-        let server = Server::builder().add_service(identity).add_service(gate.clone());
+        let server = Server::builder().add_service(identity).add_service(standby.clone());
         let serving = tokio::spawn(server.serve_with_incoming(incoming));
         let channel = Endpoint::from_shared(format!("unix://{}", socket.display())).unwrap().connect_lazy();
         let mut probe = IdentityClient::new(channel.clone());
@@ -106,7 +106,7 @@ mod tests {
         let (metrics, queue) = (Metrics::default(), Arc::new(Queue::new()));
         let fleet = Fleet::new(&BTreeMap::new(), Arc::clone(&store), queue, metrics.clone()).unwrap();
         let (_stop, stopping) = watch::channel(false);
-        gate.open(CsiController::new(store, fleet, stopping, Settings::default(), metrics));
+        standby.open(CsiController::new(store, fleet, stopping, Settings::default(), metrics));
         let is_ready = probe.probe(v1::ProbeRequest {}).await.unwrap().into_inner().ready;
         assert_eq!(is_ready, Some(true));
         let refused = csi.create_volume(nameless()).await.unwrap_err();
