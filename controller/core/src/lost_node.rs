@@ -27,7 +27,7 @@ pub fn is_named(cluster: &ClusterState, node: &str) -> bool {
 /// The operator's request to give up a node.
 #[derive(Clone, Debug, Default)]
 pub struct DeleteNode {
-    /// The node.
+    /// Name of the node to give up.
     pub name: String,
     /// The name again, as a confirmation.
     pub confirm: String,

@@ -27,7 +27,7 @@ const WATCH_BUFFER: usize = 16;
 
 pub(super) type Reply<T> = Result<Response<T>, Status>;
 
-/// The service.
+/// Serves the calls of shorthornctl: reads and changes stored objects, and calls agents.
 #[derive(Clone)]
 pub struct Api {
     pub(super) store: Arc<dyn Store>,

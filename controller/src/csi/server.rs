@@ -19,7 +19,7 @@ use crate::store::Store;
 
 type Answer<T> = Result<Response<T>, Status>;
 
-/// The service.
+/// Serves the Controller calls of CSI: stores the desired state of a volume, and waits until it is reached.
 #[derive(Clone)]
 pub struct CsiController {
     pub(super) store: Arc<dyn Store>,

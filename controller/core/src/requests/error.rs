@@ -17,7 +17,7 @@ pub enum RequestError {
          remove the one whose state is damaged"
     )]
     NoAttach {
-        /// The volume.
+        /// Name of the volume that has the replica.
         name: String,
         /// The attachment in the state of the replica.
         known: u64,
@@ -82,7 +82,7 @@ pub enum RequestError {
     /// The volume is wanted somewhere else.
     #[error("volume {name} is attached to node {node}; detach it there first")]
     AttachedElsewhere {
-        /// The volume.
+        /// Name of the volume that is attached.
         name: String,
         /// The node of the volume.
         node: NodeName,
@@ -111,7 +111,7 @@ pub enum RequestError {
         replica.as_deref().unwrap_or("replicas")
     )]
     NotInTrash {
-        /// The volume.
+        /// Name of the volume that was deleted.
         name: String,
         /// The replica; none for any.
         replica: Option<String>,
@@ -123,7 +123,7 @@ pub enum RequestError {
          volume if it still exists"
     )]
     IsPersistentVolume {
-        /// The volume.
+        /// Name of the volume that Kubernetes needs.
         name: String,
         /// The name of the PersistentVolume that keeps it.
         persistent_volume: String,
@@ -134,7 +134,7 @@ pub enum RequestError {
          volume attach {name} --node NODE)"
     )]
     NotServed {
-        /// The volume.
+        /// Name of the volume that is not served.
         name: String,
         /// Name of the Replica object.
         replica: String,
@@ -147,7 +147,7 @@ pub enum RequestError {
     /// Volumes never shrink.
     #[error("volume {name} has {has} bytes, more than {wanted}: a volume only grows")]
     Shrinks {
-        /// The volume.
+        /// Name of the volume that would shrink.
         name: String,
         /// The size that it should have now.
         has: u64,
@@ -157,7 +157,7 @@ pub enum RequestError {
     /// The disks of its replicas have no room for more.
     #[error("volume {name} cannot have {wanted} bytes: {refusal}")]
     NoRoom {
-        /// The volume.
+        /// Name of the volume to expand.
         name: String,
         /// The requested size.
         wanted: u64,
@@ -170,7 +170,7 @@ pub enum RequestError {
     /// The volume has no such replica.
     #[error("volume {name} has no replica {replica}; shorthornctl volume salvage {name} lists its replicas")]
     NoReplica {
-        /// The volume.
+        /// Name of the volume without that replica.
         name: String,
         /// The requested replica.
         replica: String,
@@ -327,7 +327,7 @@ pub enum RequestError {
          gets the volume until it is attached there by hand or the VolumeAttachment is deleted"
     )]
     Published {
-        /// The volume.
+        /// Name of the volume that Kubernetes has attached.
         name: String,
         /// The node in Kubernetes that has the volume.
         node: String,

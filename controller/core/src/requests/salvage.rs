@@ -7,7 +7,7 @@ use crate::{ClusterState, Timestamp, salvage};
 /// The operator's decision for one replica, with the losses known at that time.
 #[derive(Clone, Debug)]
 pub struct SalvageVolume {
-    /// The volume.
+    /// Name of the volume to continue from one replica.
     pub name: String,
     /// The replica that becomes the volume.
     pub replica: String,
