@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::VolumeReconciler;
+use super::reports::served_view;
 use crate::objects::{ConditionType, Finding, MemberMode, Replica};
 use crate::observed::{Detail, GrantWanted, InstanceKey};
 use crate::reconcile::{GRANT_CHECK, START_CHECK, remaining};
@@ -65,7 +66,8 @@ impl VolumeReconciler<'_> {
     pub(super) fn record_reported_grant(&mut self) {
         let status = &self.stored.status;
         let (Some(granted), true) = (status.arbiter.granted(), status.grant_unreported) else { return };
-        let (Some(served), Some(engine)) = (self.served_view(), self.engine) else { return };
+        let served = served_view(self.context, self.stored, self.engine, &self.replicas);
+        let (Some(served), Some(engine)) = (served, self.engine) else { return };
         let members = engine.status.replica_mode_map.iter();
         let members = members.filter(|(_, member)| member.mode == MemberMode::Member).map(|(id, _)| *id);
         let is_stored = members.collect::<BTreeSet<_>>() == served.members.iter().collect()

@@ -2,6 +2,7 @@ use std::collections::BTreeMap;
 
 use shorthorn_types::ReplicaId;
 
+use super::reports::reported_attach;
 use super::{VolumeReconciler, health, remaining};
 use crate::objects::{
     CurrentState, DataState, DesireState, Engine, EnginePhase, EngineSpec, Finding, Replica, ReplicaSpec,
@@ -31,7 +32,8 @@ impl VolumeReconciler<'_> {
     /// volume, and above that of its engine.
     pub(super) fn draw_attach(&mut self) {
         let of_engine = self.engine.map(|engine| engine.spec.attach);
-        let known = self.reported_attach().max(of_engine).unwrap_or_default();
+        let reported = reported_attach(self.context, self.stored, &self.replicas);
+        let known = reported.max(of_engine).unwrap_or_default();
         self.next.status.attach = self.next.status.attach.max(known) + 1;
         self.next.status.attach_started_at = Some(self.context.now);
     }

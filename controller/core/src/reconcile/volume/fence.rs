@@ -7,14 +7,13 @@
 //! quorum of every view that the old engine may have. It can thus neither acknowledge a write nor commit
 //! another view. With fewer replicas the volume waits for its replicas or its node.
 
-use shorthorn_types::{Generation, ReplicaId, ReplicaReport};
-use shorthorn_views::{basis, forgets, knows_no_engine};
+use shorthorn_views::basis;
 
 use super::VolumeReconciler;
+use super::reports::{fenced_reports, observed_replica};
 use crate::AgentCall;
-use crate::objects::{DesireState, Engine, Finding, Replica};
-use crate::observed::{Detail, InstanceKey, InstanceState, ObservedReplica};
-use crate::reconcile::{Reachability, START_CHECK, reachability};
+use crate::objects::{DesireState, Engine, Finding};
+use crate::reconcile::START_CHECK;
 
 impl VolumeReconciler<'_> {
     /// Returns true if no engine of this attachment, or of an older one, can acknowledge a write any more.
@@ -30,7 +29,7 @@ impl VolumeReconciler<'_> {
             return;
         }
         self.want_replicas(DesireState::Running);
-        let reports = self.fenced_reports();
+        let reports = fenced_reports(self.context, self.stored, self.engine, &self.replicas);
         let arbiter = &self.stored.status.arbiter;
         // The grant for a salvage ends all earlier views only once the replica is the volume: until then the
         // old engine may have a majority. Its own grant is not remembered any more.
@@ -60,51 +59,14 @@ impl VolumeReconciler<'_> {
         }
     }
 
-    /// Returns the reports of the replicas that refuse every engine but the next. A replica that has lost its
-    /// directory is not asked, because it has lost its records.
-    fn fenced_reports(&self) -> Vec<(ReplicaId, ReplicaReport)> {
-        let attach = self.stored.status.attach;
-        let of = |replica: &&Replica| {
-            let shown = self.observed_replica(replica).filter(|shown| shown.attach >= Some(attach))?;
-            Some((replica.spec.replica_id, (**shown.views.as_ref()?).clone()))
-        };
-        let mut reports: Vec<_> = self.replicas.iter().filter_map(of).collect();
-        let Some(newest) = reports.iter().map(|(_, report)| report.committed).max_by_key(|view| view.id)
-        else {
-            return reports;
-        };
-        let was_served = self.engine.is_some_and(|engine| engine.status.served_attach > 0)
-            || self.replicas.iter().any(|replica| replica.status.healthy_at.is_some());
-        let all_know = was_served || newest.id.generation != Generation::NEVER;
-        let is_forgetful = |id: ReplicaId, report: &ReplicaReport| {
-            forgets(id, report, newest) || (all_know && knows_no_engine(report))
-        };
-        reports.retain(|(id, report)| !is_forgetful(*id, report));
-        reports
-    }
-
     fn send_fence(&mut self) {
         let attach = self.stored.status.attach;
         for replica in self.replicas.clone() {
-            if self.observed_replica(replica).is_some_and(|shown| shown.attach < Some(attach)) {
+            if observed_replica(self.context, replica).is_some_and(|shown| shown.attach < Some(attach)) {
                 let (volume, replica_id) = (replica.spec.volume_name.clone(), replica.spec.replica_id);
                 let call = AgentCall::FenceReplica { volume, replica_id, attach };
                 self.calls_after_store.push((replica.spec.node_id.clone(), call));
             }
-        }
-    }
-
-    /// Returns the observed process of the replica, if it runs and its node answers.
-    pub(super) fn observed_replica(&self, replica: &Replica) -> Option<&ObservedReplica> {
-        let Reachability::Reachable(agent) = reachability(self.context, &replica.spec.node_id) else {
-            return None;
-        };
-        let key = InstanceKey::replica(&replica.spec.volume_name, replica.spec.replica_id);
-        let instance =
-            agent.instances.get(&key).filter(|instance| instance.state == InstanceState::Running)?;
-        match &instance.detail {
-            Detail::Replica(shown) => Some(shown),
-            Detail::Engine(_) => None,
         }
     }
 

@@ -8,6 +8,7 @@ mod display;
 mod expand;
 mod fence;
 mod replace;
+mod reports;
 mod restored_store;
 mod salvage;
 mod surplus;

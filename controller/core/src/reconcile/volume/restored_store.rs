@@ -9,39 +9,16 @@
 //! from them alone needs a grant if they are half. Only then may a grant to the other half since the backup
 //! be unknown here.
 
-use shorthorn_types::View;
-
 use super::VolumeReconciler;
-use crate::objects::{Finding, Replica, VolumeState};
-use crate::observed::{Detail, InstanceKey};
+use super::reports::{refused_attach, served_view};
+use crate::objects::{Finding, VolumeState};
 use crate::reconcile::START_CHECK;
 
 impl VolumeReconciler<'_> {
-    /// Returns the newest attachment that any reachable process of the volume knows.
-    pub(super) fn reported_attach(&self) -> Option<u64> {
-        let volume = &self.stored.spec.volume_name;
-        let key = InstanceKey::engine(volume);
-        let agents = self.context.agents.with_engine(volume).map(|(_, agent)| agent);
-        let engines = agents.filter(|agent| agent.is_synced()).filter_map(|agent| {
-            match &agent.instances.get(&key)?.detail {
-                Detail::Engine(engine) => engine.attach,
-                Detail::Replica(_) => None,
-            }
-        });
-        engines.chain(self.refused_attach()).max()
-    }
-
-    /// Returns the newest attachment that has opened a replica in reach. An engine may be of another volume
-    /// of this name, a replica is not.
-    fn refused_attach(&self) -> Option<u64> {
-        let attach = |replica: &&Replica| self.observed_replica(replica)?.attach;
-        self.replicas.iter().filter_map(attach).max()
-    }
-
     /// Draws a number above those in use if the stored one is not. Returns true if this run ends with that.
     pub(super) fn renew_stale_attach(&mut self) -> bool {
         let attach = self.stored.status.attach;
-        let Some(refused) = self.refused_attach() else { return false };
+        let Some(refused) = refused_attach(self.context, &self.replicas) else { return false };
         let is_used = match self.stored.status.state {
             VolumeState::Attaching => refused > attach || (refused == attach && self.is_unused()),
             VolumeState::Attached | VolumeState::Detaching => refused > attach,
@@ -82,7 +59,8 @@ impl VolumeReconciler<'_> {
         if self.stored.status.arbiter.stale_since().is_none() {
             return;
         }
-        let renewed = self.served_view().and_then(|view| self.stored.status.arbiter.renewed(view));
+        let served = served_view(self.context, self.stored, self.engine, &self.replicas);
+        let renewed = served.and_then(|view| self.stored.status.arbiter.renewed(view));
         match renewed {
             Some(arbiter) => {
                 let view = arbiter.granted().map(|view| view.to_string()).unwrap_or_default();
@@ -92,20 +70,5 @@ impl VolumeReconciler<'_> {
             }
             None => self.decision.again_after(START_CHECK),
         }
-    }
-
-    /// Returns the newest view that the engine of this attachment has committed, as a replica that has stored
-    /// it reports.
-    pub(super) fn served_view(&self) -> Option<View> {
-        let attach = self.stored.status.attach;
-        let engine = self.engine.filter(|engine| {
-            let current = engine.spec.attach == attach && engine.status.seen_attach == attach;
-            current && engine.status.is_serving()
-        })?;
-        let reports =
-            self.replicas.iter().filter_map(|replica| self.observed_replica(replica)?.views.as_ref());
-        let committed = reports.map(|report| report.committed);
-        let own = committed.filter(|view| Some(view.id.generation) == engine.status.generation);
-        own.max_by_key(|view| view.id)
     }
 }

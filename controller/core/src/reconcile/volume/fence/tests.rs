@@ -1,14 +1,17 @@
 use std::collections::BTreeMap;
 
 use shorthorn_types::limits::MAX_MEMBERS;
-use shorthorn_types::{Members, View, ViewId, VolumeName};
+use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId, VolumeName};
 
 use super::*;
 use crate::objects::{
-    CurrentState, EnginePhase, EngineSpec, EngineStatus, Frontend, Key, Kind, Metadata, Object, ReplicaSpec,
-    ReplicaStatus, Secret, Volume, VolumeState, VolumeStatus,
+    CurrentState, EnginePhase, EngineSpec, EngineStatus, Frontend, Key, Kind, Metadata, Object, Replica,
+    ReplicaSpec, ReplicaStatus, Secret, Volume, VolumeState, VolumeStatus,
 };
-use crate::observed::{AgentInfo, AgentLink, Agents, Instance, ObservedAgent};
+use crate::observed::{
+    AgentInfo, AgentLink, Agents, Detail, Instance, InstanceKey, InstanceState, ObservedAgent,
+    ObservedReplica,
+};
 use crate::reconcile::{Context, Settings, reconcile};
 use crate::requests::{Change, CreateVolume};
 use crate::{Action, ClusterState, NodeName, Timestamp};
