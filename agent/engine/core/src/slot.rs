@@ -219,6 +219,13 @@ impl Slot {
         self.phase = SlotPhase::Resync;
     }
 
+    /// Forgets what `replica`, which has left, was sent and has answered.
+    fn forget(&mut self, replica: PeerMask) {
+        for peers in [&mut self.sent, &mut self.no_space, &mut self.rotten, &mut self.erred] {
+            *peers = peers.without(replica);
+        }
+    }
+
     /// Stops waiting for the replicas in `gone`. Returns true if the slot has waited only for them.
     pub fn drop_waits(&mut self, gone: PeerMask) -> bool {
         let left = self.pending.without(gone);
@@ -278,6 +285,12 @@ impl Slots {
     /// Frees the copy slot `id`.
     pub fn end_job(&mut self, id: SlotId) {
         *self.at_mut(id) = Slot::FREE;
+    }
+
+    /// Handles that the index of a replica outside the view means new connections from now on, or another
+    /// replica: unfinished requests were not sent to that one, and their errors are not about it.
+    pub fn forget(&mut self, peer: PeerIndex) {
+        self.slots.iter_mut().for_each(|slot| slot.forget(PeerMask::one(peer)));
     }
 
     /// Returns the number of requests of the frontend.

@@ -33,6 +33,7 @@ impl EngineCore {
         self.membership.know(peer, config);
         if !is_known {
             self.jobs.replaced(peer);
+            self.slots.forget(peer);
         }
         self.absent.stop_counting(peer);
         self.count(peer);
@@ -50,6 +51,7 @@ impl EngineCore {
             return out.push(Output::Drop { peer, reason, cause: DropCause::Unused });
         }
         self.absent.start_rebuild(peer, missing);
+        self.slots.forget(peer);
         self.closed.reopen(peer);
         self.timeouts.forgive(peer, self.clock.now_ms());
         self.membership.start_rebuild(peer);

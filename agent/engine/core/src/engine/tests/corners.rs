@@ -129,6 +129,20 @@ fn an_index_of_another_replica_gets_no_more_than_it_may() {
     assert!(failed < rebuilt);
 }
 
+/// The last member owes the answer to a write that a former connection of the other replica was sent, too.
+#[test]
+fn a_replica_that_comes_back_is_not_dropped_for_a_request_that_its_former_connection_was_sent() {
+    let mut bench = Bench::with(&config(2, 1));
+    bench.apply(Event::Rebuild { peer: 1, missing: Box::new(region_set(&[5])) });
+    let out = bench.submit(0, WRITE, 0);
+    assert_eq!(sent_to(&out, 0), [0, 1]);
+    bench.lose(1);
+    bench.apply(Event::Rebuild { peer: 1, missing: Box::new(region_set(&[5])) });
+    let out = bench.reply(0, 0, Err(Errno::IO));
+    assert_eq!(completed(&out, 0), Some(Err(Errno::IO)));
+    assert!(!out.iter().any(|output| matches!(output, Output::Drop { .. })), "{out:?}");
+}
+
 /// The replica that differed is given up during its repair, and another one may get its index.
 #[test]
 fn a_repair_is_not_reported_about_the_replica_that_replaces_the_odd_one() {
