@@ -52,7 +52,7 @@ struct Arrival {
 }
 
 /// Takes the messages of other threads. A replica that is dropped loses its connections that arrived before,
-/// too: one that is installed after the drop would stay without use, and keep the replica from a rebuild.
+/// too. A connection that is installed after the drop would stay without use, and prevent a rebuild.
 fn take_messages(messages: &mut Vec<QueueMessage>, outputs: &mut Outputs, arriving: &mut Vec<Arrival>) {
     for message in messages.drain(..) {
         match message {

@@ -142,8 +142,8 @@ impl RebuildTask {
                     self.pause = FIRST_PAUSE;
                     return true;
                 }
-                // An attempt that closes connections without a use of them drops the replica too. That does not
-                // end the pause after the attempt.
+                // An attempt that closes connections without a use of them drops the replica too. The
+                // pause after the attempt continues.
                 Ok(TaskCommand::Start(RebuildDelay::For(Duration::ZERO))) => {}
                 // It was dropped again, as a rebuilding replica.
                 Ok(TaskCommand::Start(delay)) => {
