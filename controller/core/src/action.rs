@@ -92,8 +92,8 @@ pub enum AgentCall {
     StopInstance {
         /// The instance to stop.
         instance: InstanceKey,
-        /// The limit for engines: they are stopped only if their attachment is this one or an older one. None:
-        /// the agent stops an engine of any attachment.
+        /// The limit for engines: they are stopped only if their attachment is this one or an older one.
+        /// None: the agent stops an engine of any attachment.
         attach: Option<u64>,
     },
     /// Deletes the directory of a stopped replica.

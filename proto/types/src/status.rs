@@ -342,8 +342,8 @@ pub struct MemberStatus {
     pub mode: MemberMode,
     /// The reason why the replica is not a member, or why requests wait for a member. Empty: no problem.
     pub message: String,
-    /// True if requests wait for the replica, because it is late and the other members cannot continue without
-    /// it. None: the engine is of release 0.1.0; see [`MemberStatus::is_awaited`].
+    /// True if requests wait for the replica, because it is late and the other members cannot continue
+    /// without it. None: the engine is of release 0.1.0; see [`MemberStatus::is_awaited`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub awaited: Option<bool>,
     /// The number of times that requests had to wait for the replica, because it was late and the others

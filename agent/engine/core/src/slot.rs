@@ -287,8 +287,8 @@ impl Slots {
         *self.at_mut(id) = Slot::FREE;
     }
 
-    /// Handles that the index of a replica outside the view means new connections from now on, or another
-    /// replica: unfinished requests were not sent to that one, and their errors are not about it.
+    /// Handles that the index of a replica outside the view means new connections, or another replica, from
+    /// now on. Unfinished requests were not sent to it, and their errors are not about it.
     pub fn forget(&mut self, peer: PeerIndex) {
         self.slots.iter_mut().for_each(|slot| slot.forget(PeerMask::one(peer)));
     }

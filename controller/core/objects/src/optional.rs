@@ -1,5 +1,5 @@
-//! Optional values as the stored objects have them: an empty text, or 0, is none. [`shorthorn_types::optional`]
-//! has further ones.
+//! Optional values as the stored objects have them: an empty text, or 0, is none.
+//! [`shorthorn_types::optional`] has further ones.
 
 use std::fmt::Display;
 use std::str::FromStr;

@@ -144,7 +144,7 @@ pub const PARAMETERS: [Parameter; 11] = [
         name: "frontend",
         values: "auto (or blockdev), ublk, nbd or iscsi",
         default: "auto",
-        meaning: "Driver of the device; auto is the first of ublk, nbd and iscsi that the kernel of the node has",
+        meaning: "Driver of the device; auto is the first of ublk, nbd and iscsi that the kernel has",
     },
     Parameter {
         name: "fsType",

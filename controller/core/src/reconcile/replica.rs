@@ -324,7 +324,6 @@ fn remove(
         Reachability::Reachable(agent) => {
             let stray = stray_engine(context, replica, &record, agent);
             if let Some((instance, attach)) = stray.clone() {
-                let attach = Some(attach);
                 decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance, attach });
             }
             ask_for_deletion(&mut decision, replica, &record);
@@ -372,12 +371,12 @@ fn stray_engine(
     replica: &Replica,
     record: &str,
     agent: &ObservedAgent,
-) -> Option<(InstanceKey, u64)> {
+) -> Option<(InstanceKey, Option<u64>)> {
     let instance = InstanceKey::engine(&replica.spec.volume_name);
     let has_no_volume = !context.cluster.volumes.contains_key(replica.spec.volume_name.as_str());
     let is_stray = replica.is_left_behind() && has_no_volume && agent.instances.contains_key(&instance);
     let record: DeletionRecord = serde_json::from_str(record).ok().filter(|_| is_stray)?;
-    Some((instance, record.attach))
+    Some((instance, Some(record.attach)))
 }
 
 fn ask_for_deletion(decision: &mut Decision, replica: &Replica, record: &str) {

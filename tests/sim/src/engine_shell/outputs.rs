@@ -213,8 +213,8 @@ impl Simulation {
         })
     }
 
-    /// Checks that a rebuild replaces no sound block of a member. Its source may hold rot in that block, and no
-    /// checksum that shows it.
+    /// Checks that a rebuild replaces no sound block of a member. Its source may hold rot in that block, and
+    /// no checksum that shows it.
     fn look_at_rebuild(
         &mut self,
         engine: u64,

@@ -126,8 +126,8 @@ impl EngineCore {
                     [sources, sound.without(reported), sound].into_iter().find(|best| !best.is_empty());
                 self.membership.nearest(best.unwrap_or(sound))
             }
-            // A member that has reported rot has checksums of the other blocks. It also has to report the block
-            // that it has lost, to receive that one.
+            // A member that has reported rot has checksums of the other blocks. It also has to report the
+            // block that it has lost, to receive that one.
             CopyReason::Rebuild { .. } => self
                 .membership
                 .nearest(reported.and(sound))

@@ -131,7 +131,7 @@ fn an_index_of_another_replica_gets_no_more_than_it_may() {
 
 /// The last member owes the answer to a write that a former connection of the other replica was sent, too.
 #[test]
-fn a_replica_that_comes_back_is_not_dropped_for_a_request_that_its_former_connection_was_sent() {
+fn requests_to_a_former_connection_do_not_drop_a_replica_that_is_rebuilt() {
     let mut bench = Bench::with(&config(2, 1));
     bench.apply(Event::Rebuild { peer: 1, missing: Box::new(region_set(&[5])) });
     let out = bench.submit(0, WRITE, 0);
