@@ -234,7 +234,10 @@ impl Simulation {
         let Some(at) = self.replica_index(process.peers[usize::from(peer)].replica) else { return };
         self.count("blocks of members repaired by rebuilds");
         let replica = &self.replicas[at];
-        let sound = |block: &u64| replica.is_sound(*block) && !replica.is_known_rotten(*block);
+        // A scrub of the snapshots may have repaired it since the member has reported it.
+        let was_rotten = |block: u64| self.was_rotten.contains(&(at, block));
+        let sound =
+            |block: &u64| replica.is_sound(*block) && !replica.is_known_rotten(*block) && !was_rotten(*block);
         if let Some(block) = block_numbers(range).find(sound) {
             self.violate(format!("a rebuild replaces block {block} of replica {at}, which is sound there"));
         }
