@@ -231,7 +231,7 @@ fn a_removal_is_refused_while_the_host_is_needed() -> Result<()> {
     text("prerm", inside(&format!("{volume}; ./prerm upgrade 1"))?)?;
     text("prerm", inside(&format!("{volume}; SHORTHORN_FORCE_REMOVE=1 ./prerm remove"))?)?;
     let purge = "mkdir -p $state/tls $state/disk/replicas/v1; touch $state/disks.json $state/cluster.json \
-                 $state/tls/agent.pem; \
+                 $state/tls/agent.pem $state/tls/.agent.pem.new $state/tls/join.key; \
                  ./postrm purge; find $state -mindepth 1 | sort | tr '\\n' ' '; ls -d /etc/shorthorn";
     let left = String::from_utf8(inside(purge)?.stdout)?;
     let disk = "/var/lib/shorthorn/disk";

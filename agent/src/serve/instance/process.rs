@@ -36,7 +36,7 @@ pub struct Process {
     pub phase: ProcessPhase,
     /// The process id of the living process.
     pub pid: Option<i32>,
-    /// The reason of the last failure, if there was one.
+    /// The reason of the failure, if the process has failed.
     pub message: Option<String>,
 }
 

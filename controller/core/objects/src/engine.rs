@@ -271,7 +271,8 @@ impl<'de> Deserialize<'de> for MemberRecord {
         }
         let Stored { mode, message, awaited, away_since_ms, of_first_release } =
             Stored::deserialize(deserializer)?;
-        let awaited = mode.is_awaited(awaited, &message);
+        // A controller of release 0.1.0 keeps the field, and removes the message when the wait ends.
+        let awaited = mode.is_awaited(awaited, &message) && !message.is_empty();
         let away_since_ms = away_since_ms.or(of_first_release).filter(|since_ms| *since_ms > 0);
         Ok(MemberRecord { mode, message, awaited, away_since_ms })
     }

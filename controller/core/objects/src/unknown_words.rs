@@ -100,7 +100,8 @@ mod tests {
         assert!(!read(json!({ "mode": "member", "message": "" })));
         assert!(!read(json!({ "mode": "failed", "message": "gone" })));
         assert!(!read(json!({ "mode": "member", "message": "late", "awaited": false })));
-        assert!(read(json!({ "mode": "member", "awaited": true })));
+        assert!(read(json!({ "mode": "member", "message": "late", "awaited": true })));
+        assert!(!read(json!({ "mode": "member", "awaited": true })), "release 0.1.0 has ended the wait");
         // Release 0.1.0 has replaced the mode, and has left the field unchanged.
         assert!(!read(json!({ "mode": "failed", "message": "gone", "awaited": true })));
     }
