@@ -44,7 +44,7 @@ pub(crate) struct Copy {
     rotten: PeerMask,
     /// Replicas that get the piece: targets, and members that hold rot there.
     to: PeerMask,
-    /// The pieces before this offset are single blocks: the members in `reported` hold rot in some of them.
+    /// The pieces before this offset are small: the members in `reported` hold rot in some of their blocks.
     narrow_until_bytes: u64,
     reported: PeerMask,
     /// True if all possible sources of the piece hold rot there: it is copied unchanged.
@@ -208,9 +208,11 @@ impl Copy {
         if self.piece.end() >= self.range.end() {
             return false;
         }
+        let grown = self.grown_length();
         self.piece = piece_at(self.range, self.piece.end());
         if self.piece.offset() < self.narrow_until_bytes {
-            self.piece = first_block(self.piece);
+            let length = grown.min(self.narrow_until_bytes - self.piece.offset());
+            self.piece = part(self.piece.offset(), length.min(self.piece.length()));
         } else {
             self.reported = PeerMask::NONE;
         }
@@ -219,14 +221,21 @@ impl Copy {
         true
     }
 
-    /// Narrows the piece to its first block; the others follow. Returns false if the piece is a single block
+    /// Returns the length of the piece after this one, if that is beside rot. Rot is often alone, and sometimes
+    /// a whole file is lost: both need few reads.
+    fn grown_length(&self) -> u64 {
+        let had_rot = !self.rotten.is_empty() || self.is_unchecked;
+        if had_rot { BLOCK_BYTES } else { self.piece.length() * 2 }
+    }
+
+    /// Narrows the piece to its first half; the other one follows. Returns false if the piece is a single block
     /// already.
     fn narrow(&mut self) -> bool {
         if self.piece.length() <= BLOCK_BYTES {
             return false;
         }
-        self.narrow_until_bytes = self.piece.end();
-        self.piece = first_block(self.piece);
+        self.narrow_until_bytes = self.narrow_until_bytes.max(self.piece.end());
+        self.piece = first_half(self.piece);
         self.rotten = PeerMask::NONE;
         true
     }
@@ -277,7 +286,7 @@ impl Copy {
     }
 
     /// Records that `peer` holds rot in the piece: another member gives it, to this one too. Returns the
-    /// range of the rot, unless it is looked for in single blocks first.
+    /// range of the rot, unless it is looked for in smaller pieces first.
     pub fn found_rot(&mut self, peer: PeerIndex) -> Option<ByteRange> {
         // Another member may hold rot in other blocks, and may have no checksum that shows it. It gives only
         // the blocks that this one has lost. A replica that receives nothing but the block with its rot keeps
@@ -359,8 +368,9 @@ pub(crate) fn piece_at(range: ByteRange, start: u64) -> ByteRange {
     part(start, (range.end() - start).min(u64::from(MAX_IO_BYTES)))
 }
 
-fn first_block(range: ByteRange) -> ByteRange {
-    part(range.offset(), range.length().min(BLOCK_BYTES))
+fn first_half(range: ByteRange) -> ByteRange {
+    let blocks = range.length().div_ceil(BLOCK_BYTES);
+    part(range.offset(), (blocks / 2 * BLOCK_BYTES).min(range.length()))
 }
 
 fn part(start: u64, length: u64) -> ByteRange {

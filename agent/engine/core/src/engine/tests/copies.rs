@@ -96,8 +96,10 @@ fn members_that_have_not_modified_a_region_keep_it_out_of_their_write_intent() {
 fn known_rot_of_members_that_have_not_modified_the_region_is_repaired_in_single_blocks() {
     let mut bench = Bench::with(&few_have_modified());
     bench.tick(1);
-    let out = bench.reply(0, COPY, Err(Errno::ROTTEN));
-    assert_eq!(parts(&out, COPY), [(0, Operation::CheckedRead, 65536, 4096, 0)]);
+    for blocks in [8, 4, 2, 1] {
+        let out = bench.reply(0, COPY, Err(Errno::ROTTEN));
+        assert_eq!(parts(&out, COPY), [(0, Operation::CheckedRead, 65536, blocks * 4096, 0)]);
+    }
     let out = bench.reply(0, COPY, Err(Errno::ROTTEN));
     assert_eq!(parts(&out, COPY), [(2, Operation::CheckedRead, 65536, 4096, 0)]);
     assert_eq!(sent(&bench.reply(2, COPY, Ok(())), COPY), [(0, WRITE), (1, WRITE)]);
@@ -106,6 +108,8 @@ fn known_rot_of_members_that_have_not_modified_the_region_is_repaired_in_single_
     assert_eq!(parts(&out, COPY), [(0, Operation::CheckedRead, 65536 + 4096, 4096, 0)]);
     assert_eq!(sent(&bench.reply(0, COPY, Ok(())), COPY), [(1, WRITE)]);
     bench.reply(1, COPY, Ok(()));
+    // First in two blocks.
+    bench.reply(0, COPY, Err(Errno::ROTTEN));
     bench.reply(0, COPY, Err(Errno::ROTTEN));
     let out = bench.reply(2, COPY, Err(Errno::ROTTEN));
     let third = 65536 + 2 * 4096;

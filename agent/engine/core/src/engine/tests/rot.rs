@@ -44,17 +44,18 @@ fn a_rotten_source_becomes_a_target() {
     let (mut bench, out) = unequal(3);
     assert_eq!(parts(&out), [(0, Operation::CheckedRead, 0, 65536)]);
     let out = rotten(&mut bench, 0);
-    assert_eq!((parts(&out), rot(&out)), (vec![(1, Operation::CheckedRead, 0, BLOCK)], vec![]));
+    let half = 8 * BLOCK;
+    assert_eq!((parts(&out), rot(&out)), (vec![(1, Operation::CheckedRead, 0, half)], vec![]));
     let out = bench.reply(1, COPY, Ok(()));
-    assert_eq!(parts(&out), [(0, WRITE, 0, BLOCK), (2, WRITE, 0, BLOCK)]);
+    assert_eq!(parts(&out), [(0, WRITE, 0, half), (2, WRITE, 0, half)]);
     bench.reply(0, COPY, Ok(()));
     let out = bench.reply(2, COPY, Ok(()));
-    assert_eq!(parts(&out), [(1, Operation::CheckedRead, BLOCK, BLOCK)], "the other may hold more rot");
-    // It is asked if no other one has the block.
+    assert_eq!(parts(&out), [(1, Operation::CheckedRead, half, half)], "the other may hold more rot");
+    // It is asked if no other one has the blocks.
     let out = rotten(&mut bench, 1);
-    assert_eq!(parts(&out), [(2, Operation::CheckedRead, BLOCK, BLOCK)]);
+    assert_eq!(parts(&out), [(2, Operation::CheckedRead, half, half / 2)]);
     let out = rotten(&mut bench, 2);
-    assert_eq!(parts(&out), [(0, Operation::CheckedRead, BLOCK, BLOCK)]);
+    assert_eq!(parts(&out), [(0, Operation::CheckedRead, half, half / 4)]);
     let out = bench.reply(0, COPY, Ok(()));
     assert!(bench.answer(out, &[]).contains(&Output::Resynced));
     assert_eq!(bench.core.membership().view().members.len(), 3, "it stays a member");
@@ -66,8 +67,11 @@ fn a_sound_member_repairs_the_rotten_source_and_the_rebuilding_replica() {
     let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[1])) });
     let [(source, Operation::CheckedRead, ..)] = parts(&out)[..] else { panic!("{out:?}") };
     let other = 1 - source;
-    let out = rotten(&mut bench, source);
-    assert_eq!(parts(&out), [(source, Operation::CheckedRead, 65536, BLOCK)], "the other may hold rot, too");
+    for blocks in [8, 4, 2, 1] {
+        let out = rotten(&mut bench, source);
+        let half = (source, Operation::CheckedRead, 65536, blocks * BLOCK);
+        assert_eq!(parts(&out), [half], "the other may hold rot, too");
+    }
     let out = rotten(&mut bench, source);
     assert_eq!(parts(&out), [(other, Operation::CheckedRead, 65536, BLOCK)]);
     let out = bench.reply(other, COPY, Ok(()));
@@ -79,6 +83,9 @@ fn a_sound_member_repairs_the_rotten_source_and_the_rebuilding_replica() {
     assert_eq!(parts(&out), [(source, Operation::CheckedRead, 65536 + BLOCK, BLOCK)]);
     let out = bench.reply(source, COPY, Ok(()));
     assert_eq!(parts(&out), [(2, WRITE, 65536 + BLOCK, BLOCK)], "no sound block of a member is replaced");
+    let out = bench.reply(2, COPY, Ok(()));
+    let next = (source, Operation::CheckedRead, 65536 + 2 * BLOCK, 2 * BLOCK);
+    assert_eq!(parts(&out), [next], "pieces without rot become larger");
     assert!(bench.answer(out, &[]).contains(&Output::Rebuilt { peer: 2 }));
 }
 
@@ -87,8 +94,7 @@ fn a_rotten_member_without_space_for_its_repair_stays() {
     let mut bench = Bench::with(&config(3, 2));
     let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[1])) });
     let [(source, Operation::CheckedRead, ..)] = parts(&out)[..] else { panic!("{out:?}") };
-    rotten(&mut bench, source);
-    rotten(&mut bench, source);
+    (0..5).for_each(|_| drop(rotten(&mut bench, source)));
     bench.reply(1 - source, COPY, Ok(()));
     bench.reply(source, COPY, Err(Errno::NO_SPACE));
     let out = bench.reply(2, COPY, Ok(()));
@@ -100,24 +106,29 @@ fn a_rotten_member_without_space_for_its_repair_stays() {
 fn if_all_members_hold_rot_only_blocks_lost_by_all_are_copied_as_rot() {
     let (mut bench, _) = unequal(2);
     let out = rotten(&mut bench, 0);
-    assert_eq!(parts(&out), [(1, Operation::CheckedRead, 0, BLOCK)]);
+    assert_eq!(parts(&out), [(1, Operation::CheckedRead, 0, 8 * BLOCK)]);
+    let mut out = rotten(&mut bench, 1);
+    for blocks in [4, 2, 1] {
+        assert_eq!(parts(&out), [(0, Operation::CheckedRead, 0, blocks * BLOCK)]);
+        out = rotten(&mut bench, 0);
+    }
     // The first block is rotten in both.
-    assert_eq!(parts(&rotten(&mut bench, 1)), [(0, Operation::CheckedRead, 0, BLOCK)]);
-    let out = rotten(&mut bench, 0);
-    assert_eq!((parts(&out), rot(&out)), (vec![(1, Operation::Read, 0, BLOCK)], vec![(0, false), (1, true)]));
-    let out = bench.reply(1, COPY, Ok(()));
-    assert_eq!(parts(&out), [(0, Operation::WriteRot, 0, BLOCK)], "the target must not take it for data");
+    assert_eq!((parts(&out), rot(&out)), (vec![(1, Operation::CheckedRead, 0, BLOCK)], vec![(0, false)]));
+    let out = rotten(&mut bench, 1);
+    assert_eq!((parts(&out), rot(&out)), (vec![(0, Operation::Read, 0, BLOCK)], vec![(1, false), (0, true)]));
     let out = bench.reply(0, COPY, Ok(()));
+    assert_eq!(parts(&out), [(1, Operation::WriteRot, 0, BLOCK)], "the target must not take it for data");
+    let out = bench.reply(1, COPY, Ok(()));
     // Of the second block one has a sound copy.
-    assert_eq!(parts(&out), [(1, Operation::CheckedRead, BLOCK, BLOCK)]);
-    assert_eq!(parts(&rotten(&mut bench, 1)), [(0, Operation::CheckedRead, BLOCK, BLOCK)]);
+    assert_eq!(parts(&out), [(0, Operation::CheckedRead, BLOCK, BLOCK)]);
+    assert_eq!(parts(&rotten(&mut bench, 0)), [(1, Operation::CheckedRead, BLOCK, BLOCK)]);
+    let out = bench.reply(1, COPY, Ok(()));
+    assert_eq!(parts(&out), [(0, WRITE, BLOCK, BLOCK)]);
     let out = bench.reply(0, COPY, Ok(()));
-    assert_eq!(parts(&out), [(1, WRITE, BLOCK, BLOCK)]);
-    let out = bench.reply(1, COPY, Ok(()));
     // A former source is a target again.
-    assert_eq!(parts(&out), [(1, Operation::CheckedRead, 2 * BLOCK, BLOCK)]);
-    let out = bench.reply(1, COPY, Ok(()));
-    assert_eq!(parts(&out), [(0, WRITE, 2 * BLOCK, BLOCK)]);
+    assert_eq!(parts(&out), [(0, Operation::CheckedRead, 2 * BLOCK, BLOCK)]);
+    let out = bench.reply(0, COPY, Ok(()));
+    assert_eq!(parts(&out), [(1, WRITE, 2 * BLOCK, BLOCK)]);
     assert!(bench.answer(out, &[]).contains(&Output::Resynced));
 }
 
