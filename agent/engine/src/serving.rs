@@ -7,6 +7,7 @@ mod copy_events;
 mod expansion;
 mod members;
 mod moves;
+mod rot_log;
 mod scrub_events;
 mod scrubs;
 
@@ -34,6 +35,7 @@ use crate::state::EngineState;
 use crate::status;
 use copies::Copies;
 use moves::Moves;
+use rot_log::RotLog;
 use scrubs::Scrubs;
 
 /// The interval of reading the progress of running copies from the core. Reading takes the core's lock, and
@@ -64,6 +66,10 @@ pub struct Serving<'a> {
     /// The members whose addresses have changed.
     moves: Moves,
     scrubs: Scrubs<Scrubbing>,
+    /// The lines about rot that a copy repairs.
+    rot_log: RotLog,
+    /// The lines about rot of all members.
+    loss_log: RotLog,
 }
 
 impl<'a> Serving<'a> {
@@ -94,6 +100,8 @@ impl<'a> Serving<'a> {
             begun: now,
             moves: Moves::default(),
             scrubs: Scrubs::new(),
+            rot_log: RotLog::default(),
+            loss_log: RotLog::default(),
         };
         if let Some(bytes) = opened.unequal_bytes() {
             tracing::info!(volume = %serving.spec.volume, bytes, "resyncing the members in dirty regions");

@@ -150,8 +150,9 @@ async fn deletion_guard(cluster: &Cluster) -> Result<CheckFinding, String> {
     );
     for name in POLICIES {
         if get(cluster, &policies, name).await?.is_none() {
-            let message =
-                format!("ValidatingAdmissionPolicy {name} does not exist: kubectl may delete or detach volumes");
+            let message = format!(
+                "ValidatingAdmissionPolicy {name} does not exist: kubectl may delete or detach volumes"
+            );
             let fix = "shorthorn-controller deletion-guard | kubectl apply -f - (Kubernetes 1.30 or later)";
             return Ok(Some((CheckOutcome::Warned, message, fix.to_owned())));
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use shorthorn_core::{DropCause, PeerIndex};
+use shorthorn_core::{DropCause, PeerIndex, PeerState};
 use shorthorn_recovery::{BadSources, DropHistory, RebuildDelay, rebuild};
 
 use crate::connection::{ConnectError, finish};
@@ -79,7 +79,9 @@ impl RebuildTask {
     pub fn run(mut self) {
         while let Ok(command) = self.commands.recv() {
             let goes_on = match command {
-                TaskCommand::Start(delay) => self.wait_for_delay(delay) && self.rebuild_until_done(),
+                TaskCommand::Start(delay) => {
+                    self.wait_for_delay(delay) && (!self.is_away() || self.rebuild_until_done())
+                }
                 TaskCommand::RetryNow | TaskCommand::EndDelay => true,
                 TaskCommand::End => false,
             };
@@ -87,6 +89,12 @@ impl RebuildTask {
                 return;
             }
         }
+    }
+
+    /// Returns true if the core does not have the replica. An attempt that closes its connections causes a
+    /// command to start, and the next attempt may have succeeded before that command arrives.
+    fn is_away(&self) -> bool {
+        self.context.shared.read_core(|core| core.membership().state(self.peer) == PeerState::Failed)
     }
 
     /// Waits until the replica may come back; false if the rebuild task has to end.

@@ -1,11 +1,11 @@
 //! Members that fail, are late, and answer again.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use shorthorn_control::{MemberMode, MemberStatus};
 use shorthorn_core::{DropCause, PeerIndex, PeerState};
 use shorthorn_recovery::RebuildDelay;
-use shorthorn_types::ByteRange;
+use shorthorn_types::{ByteRange, ReplicaId};
 
 use super::{NO_DELAY, Serving};
 use crate::error::EngineError;
@@ -101,24 +101,11 @@ impl Serving<'_> {
     }
 
     /// Reports that a member does not hold the data that was stored on it.
-    pub(super) fn rot_found(&self, peer: PeerIndex, range: ByteRange, is_copied: bool) {
+    pub(super) fn rot_found(&mut self, peer: PeerIndex, range: ByteRange, is_copied: bool) {
         let Some(replica) = self.replica(peer) else { return };
-        let volume = &self.spec.volume;
-        if is_copied {
-            tracing::error!(
-                %volume,
-                %replica,
-                %range,
-                "data of the volume is damaged, and no replica has a sound copy: it is copied as it is; \
-                 restore it from a backup"
-            );
-        } else {
-            tracing::error!(
-                %volume,
-                %replica,
-                %range,
-                "the disk of a replica has changed or lost data: it is copied from another replica"
-            );
+        let log = if is_copied { &mut self.loss_log } else { &mut self.rot_log };
+        if let Some(unlogged) = log.admit(Instant::now()) {
+            self.log_rot(replica, range, is_copied, unlogged);
         }
         self.publish_member(replica, |member| {
             if is_copied {
@@ -127,6 +114,29 @@ impl Serving<'_> {
                 member.times_rotten += 1;
             }
         });
+    }
+
+    /// Logs rot, after `unlogged` reports of other ranges without a line.
+    fn log_rot(&self, replica: ReplicaId, range: ByteRange, is_copied: bool, unlogged: u64) {
+        let volume = &self.spec.volume;
+        if is_copied {
+            tracing::error!(
+                %volume,
+                %replica,
+                %range,
+                unlogged,
+                "data of the volume is damaged, and no replica has a sound copy: it is copied as it is; \
+                 restore it from a backup"
+            );
+        } else {
+            tracing::error!(
+                %volume,
+                %replica,
+                %range,
+                unlogged,
+                "the disk of a replica has changed or lost data: it is copied from another replica"
+            );
+        }
     }
 
     pub(super) fn prompt(&self, peer: PeerIndex) {

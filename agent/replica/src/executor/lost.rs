@@ -200,7 +200,7 @@ mod tests {
 
     /// Otherwise the block would count as sound if another program opened the directory after a crash.
     #[test]
-    fn a_merge_with_a_lost_block_record_ended_before_it_is_written() {
+    fn a_merge_with_a_lost_block_is_recorded_before_it_is_written() {
         for (opcode, done) in [
             (Opcode::Write, [kind::EDGE, kind::WRITE]),
             (Opcode::WriteZeroes, [kind::ZERO_EDGE, kind::ZERO_STEP]),
