@@ -221,15 +221,15 @@ impl Copy {
         true
     }
 
-    /// Returns the length of the piece after this one, if that is beside rot. Rot is often alone, and sometimes
-    /// a whole file is lost: both need few reads.
+    /// Returns the length of the piece after this one, if that is beside rot. Rot is often alone, and
+    /// sometimes a whole file is lost: both need few reads.
     fn grown_length(&self) -> u64 {
         let had_rot = !self.rotten.is_empty() || self.is_unchecked;
         if had_rot { BLOCK_BYTES } else { self.piece.length() * 2 }
     }
 
-    /// Narrows the piece to its first half; the other one follows. Returns false if the piece is a single block
-    /// already.
+    /// Narrows the piece to its first half; the other one follows. Returns false if the piece is a single
+    /// block already.
     fn narrow(&mut self) -> bool {
         if self.piece.length() <= BLOCK_BYTES {
             return false;

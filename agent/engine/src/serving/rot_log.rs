@@ -13,8 +13,8 @@ pub(super) struct RotLog {
 }
 
 impl RotLog {
-    /// Counts a report of rot. Returns the number of reports without a line before this one, if this one is to
-    /// be logged.
+    /// Counts a report of rot. Returns the number of reports without a line before this one, if this one is
+    /// to be logged.
     pub fn admit(&mut self, now: Instant) -> Option<u64> {
         if self.logged_at.is_some_and(|at| now.saturating_duration_since(at) < INTERVAL) {
             self.unlogged += 1;
