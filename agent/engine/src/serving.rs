@@ -66,10 +66,8 @@ pub struct Serving<'a> {
     /// The members whose addresses have changed.
     moves: Moves,
     scrubs: Scrubs<Scrubbing>,
-    /// The lines about rot that a copy repairs.
-    rot_log: RotLog,
-    /// The lines about rot of all members.
-    loss_log: RotLog,
+    /// For each replica, the lines about rot that copies repair.
+    rot_logs: [RotLog; MAX_MEMBERS],
 }
 
 impl<'a> Serving<'a> {
@@ -100,8 +98,7 @@ impl<'a> Serving<'a> {
             begun: now,
             moves: Moves::default(),
             scrubs: Scrubs::new(),
-            rot_log: RotLog::default(),
-            loss_log: RotLog::default(),
+            rot_logs: Default::default(),
         };
         if let Some(bytes) = opened.unequal_bytes() {
             tracing::info!(volume = %serving.spec.volume, bytes, "resyncing the members in dirty regions");

@@ -80,7 +80,7 @@ impl RebuildTask {
         while let Ok(command) = self.commands.recv() {
             let goes_on = match command {
                 TaskCommand::Start(delay) => {
-                    self.wait_for_delay(delay) && (!self.is_away() || self.rebuild_until_done())
+                    !self.is_away() || self.wait_for_delay(delay) && self.rebuild_until_done()
                 }
                 TaskCommand::RetryNow | TaskCommand::EndDelay => true,
                 TaskCommand::End => false,
@@ -126,7 +126,17 @@ impl RebuildTask {
             self.bad_sources = bad_sources;
             let Err(trouble) = rebuilt else {
                 self.unread = 0;
-                return true;
+                match self.later.take() {
+                    // It was dropped again meanwhile.
+                    Some(delay) if self.is_away() => {
+                        if self.wait_for_delay(delay) {
+                            continue;
+                        }
+                        return false;
+                    }
+                    // That was about a drop before this attempt.
+                    _ => return true,
+                }
             };
             let Some(pause) = self.pause_after(trouble) else { return false };
             if let Some(delay) = self.later.take()

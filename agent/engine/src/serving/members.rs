@@ -103,9 +103,10 @@ impl Serving<'_> {
     /// Reports that a member does not hold the data that was stored on it.
     pub(super) fn rot_found(&mut self, peer: PeerIndex, range: ByteRange, is_copied: bool) {
         let Some(replica) = self.replica(peer) else { return };
-        let log = if is_copied { &mut self.loss_log } else { &mut self.rot_log };
-        if let Some(unlogged) = log.admit(Instant::now()) {
-            self.log_rot(replica, range, is_copied, unlogged);
+        if is_copied {
+            self.log_loss(replica, range);
+        } else {
+            self.log_rot(peer, replica, range);
         }
         self.publish_member(replica, |member| {
             if is_copied {
@@ -116,27 +117,28 @@ impl Serving<'_> {
         });
     }
 
-    /// Logs rot, after `unlogged` reports of other ranges without a line.
-    fn log_rot(&self, replica: ReplicaId, range: ByteRange, is_copied: bool, unlogged: u64) {
-        let volume = &self.spec.volume;
-        if is_copied {
-            tracing::error!(
-                %volume,
-                %replica,
-                %range,
-                unlogged,
-                "data of the volume is damaged, and no replica has a sound copy: it is copied as it is; \
-                 restore it from a backup"
-            );
-        } else {
-            tracing::error!(
-                %volume,
-                %replica,
-                %range,
-                unlogged,
-                "the disk of a replica has changed or lost data: it is copied from another replica"
-            );
-        }
+    /// Logs rot that no replica has sound. Each range has a line, because the operator restores it from a backup.
+    fn log_loss(&self, replica: ReplicaId, range: ByteRange) {
+        tracing::error!(
+            volume = %self.spec.volume,
+            %replica,
+            %range,
+            "data of the volume is damaged, and no replica has a sound copy: it is copied as it is; \
+             restore it from a backup"
+        );
+    }
+
+    /// Logs rot that another replica repairs, unless the replica has had a line just now.
+    fn log_rot(&mut self, peer: PeerIndex, replica: ReplicaId, range: ByteRange) {
+        let log = self.rot_logs.get_mut(usize::from(peer));
+        let Some(unlogged) = log.and_then(|log| log.admit(Instant::now())) else { return };
+        tracing::error!(
+            volume = %self.spec.volume,
+            %replica,
+            %range,
+            unlogged,
+            "the disk of a replica has changed or lost data: it is copied from another replica"
+        );
     }
 
     pub(super) fn prompt(&self, peer: PeerIndex) {

@@ -1,11 +1,11 @@
-//! Limits the lines about rot. A disk that has lost a file holds rot in every block of it.
+//! Limits the lines about rot that is repaired. A disk that has lost a file holds rot in every block of it.
 
 use std::time::{Duration, Instant};
 
-/// The minimum time between two lines about rot of one kind.
+/// The minimum time between two lines about one replica.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// The lines about rot of one kind.
+/// The lines about rot of one replica.
 #[derive(Debug, Default)]
 pub(super) struct RotLog {
     logged_at: Option<Instant>,
