@@ -117,7 +117,7 @@ impl Serving<'_> {
         });
     }
 
-    /// Logs rot that no replica has sound. Each range has a line, because the operator restores it from a backup.
+    /// Logs rot that no replica has sound. Each range has a line: the operator restores it from a backup.
     fn log_loss(&self, replica: ReplicaId, range: ByteRange) {
         tracing::error!(
             volume = %self.spec.volume,
