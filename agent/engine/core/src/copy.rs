@@ -131,7 +131,7 @@ impl Copy {
         self.rotten
     }
 
-    /// Returns the members that have reported rot in the piece of which this one is a block.
+    /// Returns the members that have reported rot in the larger piece of which this one is a part.
     pub fn reported(&self) -> PeerMask {
         self.reported
     }
@@ -370,7 +370,7 @@ pub(crate) fn piece_at(range: ByteRange, start: u64) -> ByteRange {
 
 fn first_half(range: ByteRange) -> ByteRange {
     let blocks = range.length().div_ceil(BLOCK_BYTES);
-    part(range.offset(), (blocks / 2 * BLOCK_BYTES).min(range.length()))
+    part(range.offset(), blocks / 2 * BLOCK_BYTES)
 }
 
 fn part(start: u64, length: u64) -> ByteRange {
