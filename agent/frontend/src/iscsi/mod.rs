@@ -42,8 +42,8 @@ use crate::{
 use self::channel::Channel;
 use self::commands::{Portal, Target};
 use self::queue::{FileState, FuseQueue};
-use self::session::Session;
-use self::target::{Files, Process, Server};
+use self::session::IscsiSession;
+use self::target::{Files, ProcessHandle, Server};
 
 pub use self::commands::IscsiIdentity;
 pub(crate) use self::support::support;
@@ -138,7 +138,7 @@ fn portal_of(record: &DeviceRecord) -> Option<Portal> {
 fn choose_portal(spec: &FrontendSpec) -> Result<Portal, FrontendError> {
     let volume = &spec.volume;
     let failed = |source| system(format!("look for the iSCSI session of {volume}"), source);
-    let session = Session::find(volume).map_err(failed)?;
+    let session = IscsiSession::find(volume).map_err(failed)?;
     let previous = spec.previous.as_ref().and_then(portal_of);
     if let (Some(portal), Some(_)) = (previous, session) {
         return Ok(portal);
@@ -161,12 +161,12 @@ fn take_over(
     spec: &FrontendSpec,
     files: &Files,
     handed_over: Vec<QueueSocket>,
-) -> Result<Option<(Channel, Process)>, FrontendError> {
+) -> Result<Option<(Channel, ProcessHandle)>, FrontendError> {
     let channel = handed_over.into_iter().next().and_then(|handed| Channel::adopt(handed.socket));
     let (Some(channel), true) = (channel, spec.previous.is_some()) else { return Ok(None) };
     let failed = |source| system(format!("look for the iSCSI target of {}", spec.volume), source);
     let process = files.process().map_err(failed)?;
-    let session = Session::find(&spec.volume).map_err(failed)?;
+    let session = IscsiSession::find(&spec.volume).map_err(failed)?;
     Ok(process.filter(|_| session.is_some()).map(|process| (channel, process)))
 }
 
@@ -188,14 +188,14 @@ fn replace_mount(volume: &VolumeName, files: &Files) -> Result<Channel, Frontend
 pub fn remove_iscsi_leftovers(volume: &VolumeName, device_dir: &Path) -> Result<(), FrontendError> {
     let action = || format!("remove the old iSCSI disk of {volume}");
     let failed = |source| system(action(), source);
-    let session = Session::find(volume).map_err(failed)?;
+    let session = IscsiSession::find(volume).map_err(failed)?;
     let mounted = channel::mounted(volume).map_err(failed)?;
     if session.is_none() && mounted.is_none() {
         return Ok(());
     }
-    let disk = session.as_ref().and_then(Session::disk);
+    let disk = session.as_ref().and_then(IscsiSession::disk);
     if let Some(disk) = &disk {
-        let is_alive = session.as_ref().is_some_and(Session::is_logged_in)
+        let is_alive = session.as_ref().is_some_and(IscsiSession::is_logged_in)
             && read_once(device_path(disk), DEAD_LIMIT).is_ok();
         if is_alive {
             let reason = "another process serves it; stop that one first".to_owned();
@@ -224,7 +224,8 @@ pub fn remove_iscsi_leftovers(volume: &VolumeName, device_dir: &Path) -> Result<
 fn end_session(host: &Host, volume: &VolumeName) -> Result<(), FrontendError> {
     host.run(&commands::log_out(volume), &[], CALL_LIMIT)?;
     host.run(&commands::forget(volume), &[], CALL_LIMIT)?;
-    let gone = wait::until(DISK_LIMIT, || Ok::<_, io::Error>(Session::find(volume)?.is_none().then_some(())));
+    let gone =
+        wait::until(DISK_LIMIT, || Ok::<_, io::Error>(IscsiSession::find(volume)?.is_none().then_some(())));
     gone.and_then(|gone| gone.ok_or_else(|| wait::timed_out(DISK_LIMIT)))
         .map_err(|source| system(format!("end the iSCSI session of {volume}"), source))
 }
@@ -241,7 +242,7 @@ struct IscsiDevice {
     file: Arc<FileState>,
     server: Arc<Server>,
     /// The tgtd of the last engine, if it is used on.
-    adopted: Option<Process>,
+    adopted: Option<ProcessHandle>,
     /// See [`FrontendSpec::refuses_requests`].
     refuses_requests: bool,
     number: Option<DeviceNumber>,
@@ -259,7 +260,7 @@ impl IscsiDevice {
     /// Makes the session, or waits until it has a connection again. Returns the events since before a new
     /// one.
     fn connect(&self) -> Result<Option<Events>, FrontendError> {
-        let session = Session::find(self.volume()).map_err(|source| self.failed("look for", source))?;
+        let session = IscsiSession::find(self.volume()).map_err(|source| self.failed("look for", source))?;
         if let Some(session) = session {
             session.wait(RECONNECT_LIMIT).map_err(|source| self.failed("reconnect", hinted(source)))?;
             return Ok(None);
@@ -272,7 +273,7 @@ impl IscsiDevice {
     }
 
     /// Waits until the kernel knows the size of the volume.
-    fn catch_up(&self, session: &Session, disk: &str) -> Result<(), FrontendError> {
+    fn catch_up(&self, session: &IscsiSession, disk: &str) -> Result<(), FrontendError> {
         let size_bytes = self.size_bytes();
         let mut rescan: Option<Child> = None;
         let seen = wait::until(DISK_LIMIT, || {
@@ -295,7 +296,7 @@ impl IscsiDevice {
 
     /// Has the kernel write zeroes like other data. With WRITE SAME, for zeroes that must take space, tgtd
     /// would write each sector by itself.
-    fn write_zeroes_as_data(&self, session: &Session) {
+    fn write_zeroes_as_data(&self, session: &IscsiSession) {
         let set = || -> io::Result<()> {
             if session.has_no_write_same()? {
                 return Ok(());
@@ -377,7 +378,8 @@ impl Device for IscsiDevice {
     fn stop(&mut self) -> Result<(), FrontendError> {
         if let Some(number) = self.number {
             node::remove(&self.device_dir, self.volume(), number)?;
-            if let Some(disk) = Session::find(self.volume()).ok().flatten().and_then(|session| session.disk())
+            if let Some(disk) =
+                IscsiSession::find(self.volume()).ok().flatten().and_then(|session| session.disk())
             {
                 node::write_back(self.volume(), device_path(&disk));
             }

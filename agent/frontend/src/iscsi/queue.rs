@@ -132,20 +132,20 @@ impl FuseQueue {
     fn begin(&mut self, io: &mut QueueIo<'_>, slot: u16, request: FuseRequest) {
         let size_bytes = self.file.size_bytes.load(Ordering::Relaxed);
         match translate(request, size_bytes) {
-            Step::Volume(operation, range, pending) => {
+            RequestStep::Volume(operation, range, pending) => {
                 self.pending[usize::from(slot)] = pending;
                 io.requests.push(Request { slot, operation, range });
             }
-            Step::Answer(reply) => {
+            RequestStep::Answer(reply) => {
                 self.send(reply, None);
                 self.slots.give(slot);
             }
-            Step::Refuse(refusal) => {
+            RequestStep::Refuse(refusal) => {
                 io.refusals.push(refusal);
                 self.send(protocol::failed(request.unique, refusal.errno.raw()), None);
                 self.slots.give(slot);
             }
-            Step::Nothing => self.slots.give(slot),
+            RequestStep::Nothing => self.slots.give(slot),
         }
     }
 
@@ -233,7 +233,7 @@ impl QueueFrontend for FuseQueue {
 
 /// The next step for a request.
 #[derive(Debug, PartialEq)]
-enum Step {
+enum RequestStep {
     Volume(Operation, ByteRange, Pending),
     Answer(Reply),
     Refuse(RefusedRequest),
@@ -241,24 +241,24 @@ enum Step {
 }
 
 /// Returns the next step for `request` on a volume of `size_bytes`.
-fn translate(FuseRequest { unique, operation }: FuseRequest, size_bytes: u64) -> Step {
+fn translate(FuseRequest { unique, operation }: FuseRequest, size_bytes: u64) -> RequestStep {
     let plain = Pending { unique, ..Pending::default() };
     match operation {
         FuseOperation::Init { major, flags } if protocol::is_known(major) => {
-            Step::Answer(protocol::initialised(unique, flags, MAX_IO_BYTES))
+            RequestStep::Answer(protocol::initialised(unique, flags, MAX_IO_BYTES))
         }
-        FuseOperation::Init { .. } => Step::Answer(protocol::failed(unique, libc::EPROTO)),
-        FuseOperation::Attributes => Step::Answer(protocol::attributes(unique, size_bytes)),
-        FuseOperation::Open => Step::Answer(protocol::opened(unique)),
-        FuseOperation::Close => Step::Answer(protocol::done(unique)),
-        FuseOperation::FileSystemStatus => Step::Answer(protocol::file_system_status(unique)),
-        FuseOperation::Sync => Step::Volume(Operation::Flush, ByteRange::EMPTY, plain),
+        FuseOperation::Init { .. } => RequestStep::Answer(protocol::failed(unique, libc::EPROTO)),
+        FuseOperation::Attributes => RequestStep::Answer(protocol::attributes(unique, size_bytes)),
+        FuseOperation::Open => RequestStep::Answer(protocol::opened(unique)),
+        FuseOperation::Close => RequestStep::Answer(protocol::done(unique)),
+        FuseOperation::FileSystemStatus => RequestStep::Answer(protocol::file_system_status(unique)),
+        FuseOperation::Sync => RequestStep::Volume(Operation::Flush, ByteRange::EMPTY, plain),
         FuseOperation::Read { offset_bytes, length_bytes } => {
             // A file ends: the kernel may ask for bytes behind it, as one that does not end with a page.
             let left_bytes = size_bytes.saturating_sub(offset_bytes);
             let length_bytes = u32::try_from(left_bytes).map_or(length_bytes, |left| left.min(length_bytes));
             if length_bytes == 0 {
-                return Step::Answer(protocol::done(unique));
+                return RequestStep::Answer(protocol::done(unique));
             }
             let pending = Pending { length_bytes, kind: PendingKind::Read, ..plain };
             transfer(Operation::Read, offset_bytes, pending, size_bytes)
@@ -270,27 +270,32 @@ fn translate(FuseRequest { unique, operation }: FuseRequest, size_bytes: u64) ->
         FuseOperation::Allocate { offset_bytes, length_bytes, mode } => {
             zeroes(plain, (offset_bytes, length_bytes), mode, size_bytes)
         }
-        FuseOperation::Unanswered => Step::Nothing,
+        FuseOperation::Unanswered => RequestStep::Nothing,
         // The kernel does not ask again for most of them.
-        FuseOperation::Unknown => Step::Answer(protocol::failed(unique, libc::ENOSYS)),
+        FuseOperation::Unknown => RequestStep::Answer(protocol::failed(unique, libc::ENOSYS)),
     }
 }
 
 /// Returns the step of a READ or WRITE of `pending.length_bytes`.
-fn transfer(operation: Operation, offset_bytes: u64, pending: Pending, size_bytes: u64) -> Step {
+fn transfer(operation: Operation, offset_bytes: u64, pending: Pending, size_bytes: u64) -> RequestStep {
     let length_bytes = u64::from(pending.length_bytes);
     if pending.length_bytes > MAX_IO_BYTES {
         return refuse(operation, offset_bytes, length_bytes, Errno::INVALID);
     }
     match checked(offset_bytes, length_bytes, size_bytes) {
-        Ok(range) => Step::Volume(operation, range, pending),
+        Ok(range) => RequestStep::Volume(operation, range, pending),
         Err(errno) => refuse(operation, offset_bytes, length_bytes, errno),
     }
 }
 
 /// Returns the step of a fallocate(2). A hole reads as zeroes, so it is not a discard: a discarded block may
 /// have its old content.
-fn zeroes(pending: Pending, (offset_bytes, length_bytes): (u64, u64), mode: u32, size_bytes: u64) -> Step {
+fn zeroes(
+    pending: Pending,
+    (offset_bytes, length_bytes): (u64, u64),
+    mode: u32,
+    size_bytes: u64,
+) -> RequestStep {
     let operation = Operation::WriteZeroes { fua: false };
     let mode = i32::try_from(mode).unwrap_or(i32::MAX);
     let keep = libc::FALLOC_FL_KEEP_SIZE;
@@ -300,14 +305,14 @@ fn zeroes(pending: Pending, (offset_bytes, length_bytes): (u64, u64), mode: u32,
     match checked(offset_bytes, length_bytes, size_bytes) {
         Ok(range) => {
             let (now, rest) = first_part(range);
-            Step::Volume(operation, now, Pending { rest, ..pending })
+            RequestStep::Volume(operation, now, Pending { rest, ..pending })
         }
         Err(errno) => refuse(operation, offset_bytes, length_bytes, errno),
     }
 }
 
-fn refuse(operation: Operation, offset_bytes: u64, length_bytes: u64, errno: Errno) -> Step {
-    Step::Refuse(RefusedRequest { operation: Some(operation), offset_bytes, length_bytes, errno })
+fn refuse(operation: Operation, offset_bytes: u64, length_bytes: u64, errno: Errno) -> RequestStep {
+    RequestStep::Refuse(RefusedRequest { operation: Some(operation), offset_bytes, length_bytes, errno })
 }
 
 /// Returns the range if it is in the volume and made of sectors.
@@ -334,13 +339,13 @@ mod tests {
 
     const SIZE: u64 = 1 << 30;
 
-    fn step(operation: FuseOperation) -> Step {
+    fn step(operation: FuseOperation) -> RequestStep {
         translate(FuseRequest { unique: 7, operation }, SIZE)
     }
 
     fn volume(operation: FuseOperation) -> Option<(Operation, u64, u64)> {
         match step(operation) {
-            Step::Volume(operation, range, pending) => {
+            RequestStep::Volume(operation, range, pending) => {
                 assert_eq!(pending.unique, 7);
                 Some((operation, range.offset(), range.length()))
             }
@@ -350,7 +355,7 @@ mod tests {
 
     fn errno(operation: FuseOperation) -> Option<Errno> {
         match step(operation) {
-            Step::Refuse(refusal) => Some(refusal.errno),
+            RequestStep::Refuse(refusal) => Some(refusal.errno),
             _ => None,
         }
     }
@@ -373,8 +378,8 @@ mod tests {
     fn a_read_ends_with_the_file() {
         let read = |offset_bytes, length_bytes| FuseOperation::Read { offset_bytes, length_bytes };
         assert_eq!(volume(read(SIZE - 512, 4096)), Some((Operation::Read, SIZE - 512, 512)));
-        assert_eq!(step(read(SIZE, 4096)), Step::Answer(protocol::done(7)));
-        assert_eq!(step(read(u64::MAX, 4096)), Step::Answer(protocol::done(7)));
+        assert_eq!(step(read(SIZE, 4096)), RequestStep::Answer(protocol::done(7)));
+        assert_eq!(step(read(u64::MAX, 4096)), RequestStep::Answer(protocol::done(7)));
     }
 
     #[test]
@@ -387,14 +392,14 @@ mod tests {
         assert_eq!(errno(write(u64::MAX - 511, 512)), Some(Errno::INVALID));
         let allocate = FuseOperation::Allocate { offset_bytes: 0, length_bytes: 4096, mode: 0 };
         assert_eq!(errno(allocate), Some(Errno::NOT_SUPPORTED));
-        assert_eq!(step(FuseOperation::Unknown), Step::Answer(protocol::failed(7, libc::ENOSYS)));
+        assert_eq!(step(FuseOperation::Unknown), RequestStep::Answer(protocol::failed(7, libc::ENOSYS)));
     }
 
     #[test]
     fn a_hole_is_made_part_by_part_and_reads_as_zeroes() {
         let limit = u64::from(MAX_ZERO_BYTES);
         let hole = FuseOperation::Allocate { offset_bytes: 512, length_bytes: 2 * limit, mode: 3 };
-        let Step::Volume(operation, mut range, pending) = step(hole) else { panic!("{hole:?}") };
+        let RequestStep::Volume(operation, mut range, pending) = step(hole) else { panic!("{hole:?}") };
         assert_eq!(operation, Operation::WriteZeroes { fua: false });
         let (mut end, mut rest) = (512, pending.rest);
         loop {

@@ -19,20 +19,20 @@ const SHORT_WAIT_S: u32 = 1;
 
 /// A session with the target of a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Session {
+pub(super) struct IscsiSession {
     folder: PathBuf,
 }
 
-impl Session {
+impl IscsiSession {
     /// Returns the session of the volume, if it has one.
     ///
     /// # Errors
     /// The error of sysfs.
-    pub(super) fn find(volume: &VolumeName) -> io::Result<Option<Session>> {
-        Session::find_in(Path::new(SESSIONS), volume)
+    pub(super) fn find(volume: &VolumeName) -> io::Result<Option<IscsiSession>> {
+        IscsiSession::find_in(Path::new(SESSIONS), volume)
     }
 
-    fn find_in(sessions: &Path, volume: &VolumeName) -> io::Result<Option<Session>> {
+    fn find_in(sessions: &Path, volume: &VolumeName) -> io::Result<Option<IscsiSession>> {
         let entries = match fs::read_dir(sessions) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             entries => entries?,
@@ -41,7 +41,7 @@ impl Session {
         for entry in entries {
             let folder = entry?.path();
             if attribute(&folder, "targetname").as_deref() == Some(&name) {
-                return Ok(Some(Session { folder }));
+                return Ok(Some(IscsiSession { folder }));
             }
         }
         Ok(None)
@@ -121,9 +121,9 @@ impl Session {
 ///
 /// # Errors
 /// It is not found within `limit`.
-pub(super) fn wait_for_disk(volume: &VolumeName, limit: Duration) -> io::Result<(Session, String)> {
+pub(super) fn wait_for_disk(volume: &VolumeName, limit: Duration) -> io::Result<(IscsiSession, String)> {
     let found = wait::until(limit, || {
-        let session = Session::find(volume)?;
+        let session = IscsiSession::find(volume)?;
         Ok::<_, io::Error>(session.and_then(|session| Some((session.clone(), session.disk()?))))
     })?;
     found.ok_or_else(|| wait::timed_out(limit))
@@ -195,7 +195,7 @@ mod tests {
         session(dir.path(), 7, "iqn.2026-11.io.shorthorn:v-1", Some("sda"));
         session(dir.path(), 8, "iqn.2003-01.org.other:v-2", Some("sdb"));
         session(dir.path(), 9, "iqn.2026-11.io.shorthorn:new", None);
-        let find = |name: &str| Session::find_in(dir.path(), &VolumeName::new(name).unwrap()).unwrap();
+        let find = |name: &str| IscsiSession::find_in(dir.path(), &VolumeName::new(name).unwrap()).unwrap();
         assert_eq!(find("v-1").unwrap().disk().as_deref(), Some("sda"));
         assert_eq!(find("v-10").unwrap().disk().as_deref(), Some("sdc"));
         assert_eq!(find("v-2"), None, "another target with the name");
@@ -204,7 +204,10 @@ mod tests {
         assert!(new.is_logged_in());
         fs::write(new.folder.join("state"), "FAILED\n").unwrap();
         assert!(!new.is_logged_in() && new.wait(Duration::ZERO).is_err());
-        assert_eq!(Session::find_in(&dir.path().join("none"), &VolumeName::new("v").unwrap()).unwrap(), None);
+        assert_eq!(
+            IscsiSession::find_in(&dir.path().join("none"), &VolumeName::new("v").unwrap()).unwrap(),
+            None
+        );
     }
 
     #[test]

@@ -95,7 +95,7 @@ impl Files {
     ///
     /// # Errors
     /// It does not answer, or cannot be identified.
-    pub(super) fn process(&self) -> io::Result<Option<Process>> {
+    pub(super) fn process(&self) -> io::Result<Option<ProcessHandle>> {
         let path = self.control_socket();
         let connected = wait::within(CALL_LIMIT, move || match UnixStream::connect(path) {
             Err(error)
@@ -107,7 +107,7 @@ impl Files {
         })?;
         let Some(socket) = connected else { return Ok(None) };
         let pid = getsockopt(&socket, sockopt::PeerCredentials)?.pid();
-        match Process::of(pid) {
+        match ProcessHandle::of(pid) {
             Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Ok(None),
             process => process.map(Some),
         }
@@ -116,15 +116,15 @@ impl Files {
 
 /// A process that need not be a child of this one.
 #[derive(Clone, Debug)]
-pub(super) struct Process {
+pub(super) struct ProcessHandle {
     pid: i32,
     handle: Arc<OwnedFd>,
 }
 
-impl Process {
-    fn of(pid: i32) -> io::Result<Process> {
+impl ProcessHandle {
+    fn of(pid: i32) -> io::Result<ProcessHandle> {
         let id = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
-        Ok(Process { pid, handle: Arc::new(pidfd_open(id, PidfdFlags::empty())?) })
+        Ok(ProcessHandle { pid, handle: Arc::new(pidfd_open(id, PidfdFlags::empty())?) })
     }
 
     /// Kills it, and waits until its main thread is gone: the one that answers the initiator. Its other
@@ -190,12 +190,12 @@ pub(super) struct Server {
     pub(super) files: Files,
     /// The descriptor of the FUSE file, for tgtd.
     fuse: OwnedFd,
-    state: Mutex<State>,
+    state: Mutex<TgtdState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    process: Option<Process>,
+struct TgtdState {
+    process: Option<ProcessHandle>,
     is_stopped: bool,
 }
 
@@ -204,12 +204,12 @@ impl Server {
         Server { target, host, files, fuse, state: Mutex::default() }
     }
 
-    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+    fn state(&self) -> std::sync::MutexGuard<'_, TgtdState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Uses the tgtd that the last engine has started.
-    pub(super) fn adopt(&self, process: Process) {
+    pub(super) fn adopt(&self, process: ProcessHandle) {
         self.state().process = Some(process);
     }
 
@@ -256,13 +256,13 @@ impl Server {
     }
 
     /// Returns the process to watch; none once the target is stopped.
-    fn current(&self) -> Option<Process> {
+    fn current(&self) -> Option<ProcessHandle> {
         let state = self.state();
         state.process.clone().filter(|_| !state.is_stopped)
     }
 
     /// Starts the successor of a process that has ended, unless it has one. Returns false if that fails.
-    fn replaced(&self, ended: &Process) -> bool {
+    fn replaced(&self, ended: &ProcessHandle) -> bool {
         let mut state = self.state();
         let is_current = state.process.as_ref().is_some_and(|now| Arc::ptr_eq(&now.handle, &ended.handle));
         if state.is_stopped || !is_current {
@@ -293,7 +293,7 @@ impl Server {
     }
 
     /// Starts a process and waits until its target can be used.
-    fn started(&self) -> Result<Process, FrontendError> {
+    fn started(&self) -> Result<ProcessHandle, FrontendError> {
         self.end_rest().map_err(|source| self.failed("end an earlier tgtd", source))?;
         let mut child = self.spawn().map_err(|source| self.failed("start tgtd", source))?;
         let process =
@@ -320,7 +320,7 @@ impl Server {
         command.spawn()
     }
 
-    fn listening(&self, child: &mut Child) -> io::Result<Process> {
+    fn listening(&self, child: &mut Child) -> io::Result<ProcessHandle> {
         let found = wait::until(CALL_LIMIT, || {
             if let Some(process) = self.files.process()? {
                 return Ok(Some(process));
@@ -384,7 +384,7 @@ mod tests {
     #[test]
     fn a_killed_process_ends_once() {
         let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
-        let process = Process::of(i32::try_from(child.id()).unwrap()).unwrap();
+        let process = ProcessHandle::of(i32::try_from(child.id()).unwrap()).unwrap();
         assert!(process.wait(Duration::ZERO).is_err());
         process.kill().unwrap();
         process.wait(END_LIMIT).unwrap();

@@ -66,16 +66,16 @@ impl NbdCommand {
 
 /// The part of a request for which a slot is used.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Part {
+pub(super) struct RequestPart {
     pub(super) command: u16,
     pub(super) offset_bytes: u64,
     pub(super) length_bytes: u32,
     next_slot: u16,
 }
 
-impl Part {
-    pub(super) fn new(command: u16, offset_bytes: u64, length_bytes: u32) -> Part {
-        Part { command, offset_bytes, length_bytes, next_slot: NONE }
+impl RequestPart {
+    pub(super) fn new(command: u16, offset_bytes: u64, length_bytes: u32) -> RequestPart {
+        RequestPart { command, offset_bytes, length_bytes, next_slot: NONE }
     }
 }
 
@@ -84,7 +84,7 @@ impl Part {
 pub(super) struct Commands {
     commands: Box<[NbdCommand]>,
     free: Vec<u16>,
-    parts: Box<[Part]>,
+    parts: Box<[RequestPart]>,
 }
 
 impl Commands {
@@ -95,7 +95,7 @@ impl Commands {
         Commands {
             commands: vec![NbdCommand::new(0, CommandKind::Flush, false, 0); count.into()].into(),
             free: (0..count).rev().collect(),
-            parts: vec![Part::new(0, 0, 0); slots.into()].into(),
+            parts: vec![RequestPart::new(0, 0, 0); slots.into()].into(),
         }
     }
 
@@ -115,12 +115,12 @@ impl Commands {
         self.free.push(id);
     }
 
-    pub(super) fn part(&self, slot: u16) -> Part {
+    pub(super) fn part(&self, slot: u16) -> RequestPart {
         self.parts[usize::from(slot)]
     }
 
     /// Uses `slot` for a part of a command.
-    pub(super) fn set_part(&mut self, slot: u16, part: Part) {
+    pub(super) fn set_part(&mut self, slot: u16, part: RequestPart) {
         self.parts[usize::from(slot)] = part;
     }
 
@@ -160,7 +160,7 @@ mod tests {
         let first = commands.insert(NbdCommand::new(0, CommandKind::Read, false, 1)).unwrap();
         let second = commands.insert(NbdCommand::new(0, CommandKind::Read, false, 2)).unwrap();
         for (slot, command) in [(7, first), (0, second), (3, first), (5, first), (1, second)] {
-            commands.set_part(slot, Part::new(command, 0, 512));
+            commands.set_part(slot, RequestPart::new(command, 0, 512));
             commands.chain(slot);
         }
         let mut take = |id| std::iter::from_fn(|| commands.unchain(id)).collect::<Vec<_>>();

@@ -7,7 +7,7 @@ use std::time::Instant;
 use shorthorn_ring::{Completion, IoBuf, Received, Stream, StreamLimits, Token};
 use shorthorn_types::limits::{MAX_IO_BYTES, MAX_ZERO_BYTES};
 
-use super::command::{Commands, NbdCommand, Part};
+use super::command::{Commands, NbdCommand, RequestPart};
 use super::export::Export;
 use super::handshake::{Handshake, Next, Offer, greeting};
 use super::protocol::{
@@ -72,9 +72,9 @@ enum ConnectionPhase {
     Dead,
 }
 
-/// The beginning of a connection.
+/// The phase in which a connection begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Opening {
+pub(super) enum FirstPhase {
     /// With the newstyle negotiation.
     Negotiate,
     /// In the transmission phase, as the Linux driver wants it.
@@ -119,7 +119,7 @@ impl Connection {
         id: u16,
         incarnation: u32,
         fd: OwnedFd,
-        opening: Opening,
+        first_phase: FirstPhase,
         shared: &ConnectionContext,
     ) -> Connection {
         let token = |kind| Token { source: SOURCE, kind, index: id, tag: incarnation };
@@ -129,9 +129,9 @@ impl Connection {
             incarnation,
             opened: Instant::now(),
             stream: Stream::new(fd, token(SENT), token(RECEIVED), limits),
-            phase: match opening {
-                Opening::Negotiate => ConnectionPhase::Handshake(Handshake::new()),
-                Opening::Transmission => ConnectionPhase::Serving,
+            phase: match first_phase {
+                FirstPhase::Negotiate => ConnectionPhase::Handshake(Handshake::new()),
+                FirstPhase::Transmission => ConnectionPhase::Serving,
             },
             structured: false,
             current: None,
@@ -395,7 +395,7 @@ impl Connection {
     fn make_part(&mut self, id: u16, shared: &mut ConnectionContext, io: &mut QueueIo<'_>) {
         let slot = shared.share.take();
         let command = shared.commands.get(id);
-        let part = Part::new(id, command.offset_bytes, command.next_part_bytes());
+        let part = RequestPart::new(id, command.offset_bytes, command.next_part_bytes());
         command.offset_bytes += u64::from(part.length_bytes);
         command.rest_bytes -= part.length_bytes;
         command.parts += 1;

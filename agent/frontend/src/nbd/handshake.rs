@@ -57,7 +57,7 @@ pub(crate) enum Next {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum State {
+enum HandshakeState {
     ClientFlags,
     Options,
     /// The data of an option that is too long passes by.
@@ -70,7 +70,7 @@ enum State {
 /// The state of one client's negotiation.
 #[derive(Debug)]
 pub(crate) struct Handshake {
-    state: State,
+    state: HandshakeState,
     no_zeroes: bool,
     structured: bool,
 }
@@ -87,7 +87,7 @@ pub(crate) fn greeting() -> Vec<u8> {
 impl Handshake {
     /// Creates a client that was sent the [`greeting`].
     pub(crate) fn new() -> Handshake {
-        Handshake { state: State::ClientFlags, no_zeroes: false, structured: false }
+        Handshake { state: HandshakeState::ClientFlags, no_zeroes: false, structured: false }
     }
 
     /// Returns true if the client takes structured replies.
@@ -99,9 +99,9 @@ impl Handshake {
     /// the message and the continuation.
     pub(crate) fn advance(&mut self, offer: &Offer<'_>, input: &[u8], output: &mut Vec<u8>) -> (usize, Next) {
         match self.state {
-            State::ClientFlags => self.client_flags(input),
-            State::Options => self.option(offer, input, output),
-            State::Skipping { option, rest_bytes } => self.skip(option, rest_bytes, input, output),
+            HandshakeState::ClientFlags => self.client_flags(input),
+            HandshakeState::Options => self.option(offer, input, output),
+            HandshakeState::Skipping { option, rest_bytes } => self.skip(option, rest_bytes, input, output),
         }
     }
 
@@ -113,7 +113,7 @@ impl Handshake {
             return (4, Next::Close);
         }
         self.no_zeroes = flags & u32::from(FLAG_NO_ZEROES) != 0;
-        self.state = State::Options;
+        self.state = HandshakeState::Options;
         (4, Next::Go)
     }
 
@@ -133,7 +133,7 @@ impl Handshake {
             if option == OPT_EXPORT_NAME {
                 return (OPTION_HEADER_BYTES, Next::Close);
             }
-            self.state = State::Skipping { option, rest_bytes: length_bytes };
+            self.state = HandshakeState::Skipping { option, rest_bytes: length_bytes };
             return (OPTION_HEADER_BYTES, Next::Go);
         }
         let Some(data) = data.get(..length_bytes as usize) else { return (0, Next::Wait) };
@@ -143,10 +143,10 @@ impl Handshake {
     fn skip(&mut self, option: u32, rest_bytes: u32, input: &[u8], output: &mut Vec<u8>) -> (usize, Next) {
         let here = u32::try_from(input.len()).map_or(rest_bytes, |here| here.min(rest_bytes));
         if here < rest_bytes {
-            self.state = State::Skipping { option, rest_bytes: rest_bytes - here };
+            self.state = HandshakeState::Skipping { option, rest_bytes: rest_bytes - here };
             return (here as usize, if here == 0 { Next::Wait } else { Next::Go });
         }
-        self.state = State::Options;
+        self.state = HandshakeState::Options;
         reply(output, option, REP_ERR_TOO_BIG, &[]);
         (here as usize, Next::Go)
     }

@@ -13,9 +13,9 @@ use shorthorn_ring::Completion;
 use shorthorn_types::limits::{MAX_IO_BYTES, SECTOR_BYTES};
 use shorthorn_types::{Errno, VolumeName};
 
-use super::connection::{ConnectionContext, Opening};
+use super::connection::{ConnectionContext, FirstPhase};
 use super::export::Export;
-use super::link::{self, Target};
+use super::link::{self, OwnedDevice};
 use super::netlink::NewDevice;
 use super::protocol::transmission_flags;
 use super::service::Service;
@@ -230,7 +230,7 @@ impl KernelQueue {
         closed: Arc<AtomicBool>,
     ) -> KernelQueue {
         let mut service = Service::new(shared, CONNECTIONS);
-        let first = service.add(socket, Opening::Transmission);
+        let first = service.add(socket, FirstPhase::Transmission);
         KernelQueue { service, first, broken: false, is_quiesced: false, sender, closed }
     }
 
@@ -251,7 +251,7 @@ impl KernelQueue {
         };
         // Without that thread the device is gone, and needs no repair.
         if self.sender.send(kernels).is_ok()
-            && let Some(id) = self.service.add(ours, Opening::Transmission)
+            && let Some(id) = self.service.add(ours, FirstPhase::Transmission)
         {
             self.service.start(io, id);
         }
@@ -416,12 +416,12 @@ impl NbdDevice {
         events: Option<&Events>,
     ) -> Result<PathBuf, FrontendError> {
         let name = sysfs::name(index);
-        let target = Target { index, backend: self.backend.clone() };
+        let device = OwnedDevice { index, backend: self.backend.clone() };
         for socket in std::mem::take(&mut self.kernel_ends) {
-            target.reconnect(&socket).map_err(|source| system(format!("reconnect {name}"), source))?;
+            device.reconnect(&socket).map_err(|source| system(format!("reconnect {name}"), source))?;
         }
         if let Some(broken) = self.broken.take() {
-            link::spawn_reconnect(target, broken, Arc::clone(&self.closed))
+            link::spawn_reconnect(device, broken, Arc::clone(&self.closed))
                 .map_err(|source| system("start the thread that repairs NBD connections", source))?;
         }
         if !new {

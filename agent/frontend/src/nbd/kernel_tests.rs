@@ -35,7 +35,7 @@ impl Process {
     fn start(ours: OwnedFd, volume: &Arc<Mutex<Vec<u8>>>) -> Process {
         let export = Export::new("v1".parse().unwrap(), (BLOCKS * BLOCK_BYTES) as u64);
         let mut service = Service::new(ConnectionContext::new(export, DEPTH, CONNECTIONS), CONNECTIONS);
-        let first = service.add(ours, Opening::Transmission);
+        let first = service.add(ours, FirstPhase::Transmission);
         let (sender, closed) = (mpsc::channel().0, Arc::default());
         let mut process = Process {
             queue: KernelQueue { service, first, broken: false, is_quiesced: false, sender, closed },

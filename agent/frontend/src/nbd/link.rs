@@ -75,12 +75,12 @@ pub(super) fn call<T: Send + 'static>(
 
 /// A kernel's device that is ours.
 #[derive(Clone, Debug)]
-pub(super) struct Target {
+pub(super) struct OwnedDevice {
     pub(super) index: u32,
     pub(super) backend: String,
 }
 
-impl Target {
+impl OwnedDevice {
     /// Puts `socket` in place of a dead one, as soon as there is a dead one.
     ///
     /// # Errors
@@ -89,9 +89,9 @@ impl Target {
     pub(super) fn reconnect(&self, socket: &OwnedFd) -> io::Result<()> {
         let taken = wait::until(OFFER_LIMIT, || {
             let offered = socket.try_clone()?;
-            let target = self.clone();
+            let device = self.clone();
             let is_taken =
-                call(move |driver| driver.reconnect(target.index, &target.backend, offered.as_fd()))?;
+                call(move |driver| driver.reconnect(device.index, &device.backend, offered.as_fd()))?;
             Ok::<_, io::Error>(is_taken.then_some(()))
         })?;
         taken.ok_or_else(|| {
@@ -111,7 +111,7 @@ impl Target {
 /// Replaces sockets that broke while the device is in use: takes the kernel's ends of new pairs from
 /// `broken`. Ends when all queues have ended. Sets `closed` if the device is gone for good.
 pub(super) fn spawn_reconnect(
-    target: Target,
+    device: OwnedDevice,
     broken: Receiver<OwnedFd>,
     closed: Arc<AtomicBool>,
 ) -> io::Result<()> {
@@ -122,16 +122,16 @@ pub(super) fn spawn_reconnect(
             if closed.load(Ordering::Acquire) {
                 continue;
             }
-            match target.reconnect(&socket) {
-                Ok(()) => tracing::info!(device = target.index, "nbd: a broken connection was replaced"),
-                Err(_) if !target.is_there() => {
+            match device.reconnect(&socket) {
+                Ok(()) => tracing::info!(device = device.index, "nbd: a broken connection was replaced"),
+                Err(_) if !device.is_there() => {
                     closed.store(true, Ordering::Release);
-                    tracing::warn!(device = target.index, "nbd: another process disconnected the device");
+                    tracing::warn!(device = device.index, "nbd: another process disconnected the device");
                 }
                 // The queue finds its end closed, and tries again with a new pair.
                 Err(error) => {
                     tracing::warn!(
-                        device = target.index,
+                        device = device.index,
                         %error,
                         "nbd: a broken connection can not be replaced yet"
                     );

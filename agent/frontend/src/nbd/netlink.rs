@@ -161,7 +161,7 @@ impl Driver {
         let mut answer = Vec::new();
         loop {
             let length = recv(self.socket.as_raw_fd(), &mut buffer, MsgFlags::empty())?;
-            for received in Messages(&buffer[..length]) {
+            for received in NetlinkMessages(&buffer[..length]) {
                 if received.sequence != self.sequence {
                     continue; // the late end of an earlier call
                 }
@@ -248,26 +248,26 @@ fn message(family: u16, sequence: u32, command: u8, version: u8, attributes: &[u
     message
 }
 
-struct Message<'a> {
+struct NetlinkMessage<'a> {
     kind: u16,
     sequence: u32,
     body: &'a [u8],
 }
 
 /// The messages in a buffer, up to the first incomplete one.
-struct Messages<'a>(&'a [u8]);
+struct NetlinkMessages<'a>(&'a [u8]);
 
-impl<'a> Iterator for Messages<'a> {
-    type Item = Message<'a>;
+impl<'a> Iterator for NetlinkMessages<'a> {
+    type Item = NetlinkMessage<'a>;
 
-    fn next(&mut self) -> Option<Message<'a>> {
+    fn next(&mut self) -> Option<NetlinkMessage<'a>> {
         let header: &[u8; MESSAGE_HEADER_BYTES] = self.0.first_chunk()?;
         let length = u32::from_ne_bytes(*header.first_chunk()?) as usize;
         let body = self.0.get(MESSAGE_HEADER_BYTES..length)?;
         let kind = u16::from_ne_bytes(*header[4..].first_chunk()?);
         let sequence = u32::from_ne_bytes(*header[8..].first_chunk()?);
         self.0 = self.0.get(length.next_multiple_of(4)..).unwrap_or_default();
-        Some(Message { kind, sequence, body })
+        Some(NetlinkMessage { kind, sequence, body })
     }
 }
 
@@ -341,7 +341,7 @@ mod tests {
         ) {
             let _ = attribute(&bytes, kind);
             // Each message takes at least its header, so this ends.
-            prop_assert!(Messages(&bytes).count() <= bytes.len() / MESSAGE_HEADER_BYTES + 1);
+            prop_assert!(NetlinkMessages(&bytes).count() <= bytes.len() / MESSAGE_HEADER_BYTES + 1);
         }
     }
 }

@@ -4,7 +4,7 @@ use shorthorn_core::{Operation, Request};
 use shorthorn_ring::IoBuf;
 use shorthorn_types::ByteRange;
 
-use super::command::{Commands, Part};
+use super::command::{Commands, RequestPart};
 use super::protocol::{CommandKind, NbdError, RequestHeader};
 use crate::{QueueIo, RefusedRequest};
 
@@ -22,7 +22,7 @@ pub(super) fn refusal(header: &RequestHeader, error: NbdError) -> RefusedRequest
     RefusedRequest { operation, offset_bytes, length_bytes, errno: error.errno() }
 }
 
-pub(super) fn buffer(io: &QueueIo<'_>, slot: u16, part: Part) -> IoBuf {
+pub(super) fn buffer(io: &QueueIo<'_>, slot: u16, part: RequestPart) -> IoBuf {
     io.arena.buf(slot.into()).part(0, part.length_bytes as usize)
 }
 

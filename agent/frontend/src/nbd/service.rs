@@ -6,7 +6,7 @@ use std::time::Instant;
 use shorthorn_ring::Completion;
 use shorthorn_types::Errno;
 
-use super::connection::{Connection, ConnectionContext, Opening, RECEIVED, SENT};
+use super::connection::{Connection, ConnectionContext, FirstPhase, RECEIVED, SENT};
 use crate::{QueueIo, Quiesced};
 
 /// All connections of one queue, and their shared state.
@@ -63,11 +63,11 @@ impl Service {
     }
 
     /// Serves another connection. Returns none, and closes the socket, if all places are taken.
-    pub(super) fn add(&mut self, fd: OwnedFd, opening: Opening) -> Option<u16> {
+    pub(super) fn add(&mut self, fd: OwnedFd, first_phase: FirstPhase) -> Option<u16> {
         let place = self.connections.iter().position(Option::is_none)?;
         let id = u16::try_from(place).ok()?;
         self.incarnation = self.incarnation.wrapping_add(1);
-        self.connections[place] = Some(Connection::new(id, self.incarnation, fd, opening, &self.shared));
+        self.connections[place] = Some(Connection::new(id, self.incarnation, fd, first_phase, &self.shared));
         self.open += 1;
         Some(id)
     }

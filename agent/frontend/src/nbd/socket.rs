@@ -18,7 +18,7 @@ use nix::sys::socket::{
 use shorthorn_ring::{Completion, Token, Wake, Waker};
 use shorthorn_types::Errno;
 
-use super::connection::{ConnectionContext, Opening};
+use super::connection::{ConnectionContext, FirstPhase};
 use super::export::Export;
 use super::service::Service;
 use crate::{
@@ -206,7 +206,7 @@ impl SocketQueue {
         // SAFETY: the descriptor is the result of an accept: new, and without another owner.
         let fd = unsafe { OwnedFd::from_raw_fd(completion.result) };
         if !self.stopping.load(Ordering::Acquire)
-            && let Some(id) = self.service.add(fd, Opening::Negotiate)
+            && let Some(id) = self.service.add(fd, FirstPhase::Negotiate)
         {
             self.service.start(io, id);
         }

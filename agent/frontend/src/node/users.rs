@@ -41,7 +41,8 @@ pub fn in_use(path: &Path) -> Option<String> {
         }
         Err(error) if is_gone(&error) => None,
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
-            let users = device_at(path).map(|device| Host::default().users(device)).unwrap_or_default();
+            let users =
+                device_at(path).map(|device| KernelFiles::default().users(device)).unwrap_or_default();
             Some(if users.is_empty() { "opened exclusively".to_owned() } else { listed(&users) })
         }
         Err(error) => Some(format!("perhaps: {} can not be opened: {error}", path.display())),
@@ -60,10 +61,10 @@ pub fn shared_with(path: &Path) -> Option<String> {
 fn lasting_users(path: &Path, counts: impl Fn(&String) -> bool) -> Option<String> {
     let meta = fs::metadata(path).ok().filter(|meta| meta.file_type().is_block_device())?;
     let (device, node_fs) = (DeviceNumber::of(meta.rdev()), DeviceNumber::of(meta.dev()));
-    let host = Host::default();
+    let kernel = KernelFiles::default();
     let mut users = Vec::new();
     let free = wait::until(GLANCE_LIMIT, || {
-        users = host.sharers(device, node_fs);
+        users = kernel.sharers(device, node_fs);
         users.retain(&counts);
         Ok::<_, std::convert::Infallible>(users.is_empty().then_some(()))
     });
@@ -88,18 +89,18 @@ fn device_at(path: &Path) -> Option<DeviceNumber> {
 }
 
 /// The paths of the kernel's information about itself.
-struct Host {
+struct KernelFiles {
     sysfs: PathBuf,
     proc: PathBuf,
 }
 
-impl Default for Host {
-    fn default() -> Host {
-        Host { sysfs: "/sys".into(), proc: "/proc".into() }
+impl Default for KernelFiles {
+    fn default() -> KernelFiles {
+        KernelFiles { sysfs: "/sys".into(), proc: "/proc".into() }
     }
 }
 
-impl Host {
+impl KernelFiles {
     /// Returns the users of `device` or a partition of it, in words. Unreadable information is left out.
     fn users(&self, device: DeviceNumber) -> Vec<String> {
         let mut users = Vec::new();
@@ -278,21 +279,21 @@ garbage
     #[test]
     fn names_the_users_of_a_disk_and_its_partitions() {
         let root = tempfile::tempdir().unwrap();
-        let host = Host { sysfs: root.path().join("sys"), proc: root.path().join("proc") };
-        let disk = host.sysfs.join("dev/block/259:3");
+        let kernel = KernelFiles { sysfs: root.path().join("sys"), proc: root.path().join("proc") };
+        let disk = kernel.sysfs.join("dev/block/259:3");
         let partition = disk.join("ublkb0p1");
         for (path, content) in [
             (partition.join("partition"), "1\n"),
             (partition.join("dev"), "259:4\n"),
-            (host.sysfs.join("dev/block/259:4/holders/dm-0"), ""),
-            (host.proc.join("self/mountinfo"), MOUNTINFO),
-            (host.proc.join("1/mountinfo"), MOUNTINFO),
+            (kernel.sysfs.join("dev/block/259:4/holders/dm-0"), ""),
+            (kernel.proc.join("self/mountinfo"), MOUNTINFO),
+            (kernel.proc.join("1/mountinfo"), MOUNTINFO),
         ] {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, content).unwrap();
         }
-        assert_eq!(host.users(DISK), ["held by dm-0", "mounted at /mnt/my data"]);
-        assert_eq!(host.users(DeviceNumber { major: 8, minor: 0 }), Vec::<String>::new());
+        assert_eq!(kernel.users(DISK), ["held by dm-0", "mounted at /mnt/my data"]);
+        assert_eq!(kernel.users(DeviceNumber { major: 8, minor: 0 }), Vec::<String>::new());
     }
 
     #[test]

@@ -22,19 +22,19 @@ const RING_ENTRIES: u32 = 8;
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// `/dev/ublk-control` with a ring of 128-byte submissions, which its commands need.
-pub(crate) struct Control {
+pub(crate) struct ControlDevice {
     file: File,
     ring: IoUring<squeue::Entry128, cqueue::Entry>,
     /// The number of the newest command. Completions of older ones belong to commands that were given up.
     newest: u64,
 }
 
-impl Control {
+impl ControlDevice {
     /// Opens the control device.
-    pub(crate) fn open() -> io::Result<Control> {
+    pub(crate) fn open() -> io::Result<ControlDevice> {
         let file = File::options().read(true).write(true).open(CONTROL_PATH)?;
         let ring = IoUring::<squeue::Entry128, cqueue::Entry>::builder().build(RING_ENTRIES)?;
-        Ok(Control { file, ring, newest: 0 })
+        Ok(ControlDevice { file, ring, newest: 0 })
     }
 
     /// Returns the features of the driver: bits `F_*`. EOPNOTSUPP or ENODEV before Linux 6.5.
@@ -65,7 +65,8 @@ impl Control {
         self.run_unless(command, id, value, limit, || false)
     }
 
-    /// Runs like [`Control::run`], given up early if `is_hopeless`: with [`io::ErrorKind::Interrupted`].
+    /// Runs like [`ControlDevice::run`], given up early if `is_hopeless`, with
+    /// [`io::ErrorKind::Interrupted`].
     pub(crate) fn run_unless(
         &mut self,
         command: u32,
@@ -77,8 +78,8 @@ impl Control {
         let header = ControlCommand { id, length_bytes: 0, address: 0, value };
         // SAFETY: the command has no memory.
         match unsafe { self.submit(command, header, limit, is_hopeless) } {
-            Outcome::Ended(result) => result,
-            Outcome::NotQueued(error) | Outcome::GivenUp(error) => Err(error),
+            CommandProgress::Ended(result) => result,
+            CommandProgress::NotQueued(error) | CommandProgress::GivenUp(error) => Err(error),
         }
     }
 
@@ -88,24 +89,24 @@ impl Control {
         let data = Box::into_raw(Box::new(data));
         let header = ControlCommand { id, length_bytes, address: data.addr() as u64, value: 0 };
         // SAFETY: the memory is on the heap, and take_back leaves it alone unless the kernel is done with it.
-        let outcome = unsafe { self.submit(command, header, limit, || false) };
+        let progress = unsafe { self.submit(command, header, limit, || false) };
         // SAFETY: the pointer came from Box::into_raw above, and any bits that the kernel wrote are a valid
         // T.
-        unsafe { take_back(data, outcome) }
+        unsafe { take_back(data, progress) }
     }
 
     /// Submits a command and waits for its end, unless `is_hopeless`.
     ///
     /// # Safety
     /// The memory at the command's address stays valid until the command has ended: for ever after
-    /// [`Outcome::GivenUp`].
+    /// [`CommandProgress::GivenUp`].
     unsafe fn submit(
         &mut self,
         command: u32,
         header: ControlCommand,
         limit: Duration,
         is_hopeless: impl Fn() -> bool,
-    ) -> Outcome {
+    ) -> CommandProgress {
         self.newest += 1;
         let entry = opcode::UringCmd80::new(Fd(self.file.as_raw_fd()), command)
             .cmd(header.encode())
@@ -115,7 +116,7 @@ impl Control {
             .user_data(self.newest);
         // SAFETY: promised by the caller; the descriptor lives as long as the ring.
         if unsafe { self.ring.submission().push(&entry) }.is_err() {
-            return Outcome::NotQueued(io::ErrorKind::ResourceBusy.into());
+            return CommandProgress::NotQueued(io::ErrorKind::ResourceBusy.into());
         }
         let deadline = Instant::now() + limit;
         loop {
@@ -126,17 +127,17 @@ impl Control {
             let newest = self.newest;
             let done = self.ring.completion().find(|completion| completion.user_data() == newest);
             if let Some(completion) = done {
-                return Outcome::Ended(match completion.result() {
+                return CommandProgress::Ended(match completion.result() {
                     result if result < 0 => Err(io::Error::from_raw_os_error(-result)),
                     _ => Ok(()),
                 });
             }
             match entered {
                 Err(error) if !matches!(error.raw_os_error(), Some(libc::ETIME | libc::EINTR)) => {
-                    return Outcome::GivenUp(error);
+                    return CommandProgress::GivenUp(error);
                 }
-                _ if is_hopeless() => return Outcome::GivenUp(io::ErrorKind::Interrupted.into()),
-                _ if rest.is_zero() => return Outcome::GivenUp(wait::timed_out(limit)),
+                _ if is_hopeless() => return CommandProgress::GivenUp(io::ErrorKind::Interrupted.into()),
+                _ if rest.is_zero() => return CommandProgress::GivenUp(wait::timed_out(limit)),
                 _ => {}
             }
         }
@@ -144,7 +145,7 @@ impl Control {
 }
 
 /// The progress of a command.
-enum Outcome {
+enum CommandProgress {
     /// The kernel has never seen it, and will not.
     NotQueued(io::Error),
     /// The kernel is done with it.
@@ -157,12 +158,12 @@ enum Outcome {
 /// memory of a command that was given up is leaked on purpose: the kernel may still read and write it.
 ///
 /// # Safety
-/// `data` is from [`Box::into_raw`], and the command of `outcome` is the only one that was given it.
-unsafe fn take_back<T>(data: *mut T, outcome: Outcome) -> io::Result<T> {
-    let ended = match outcome {
-        Outcome::GivenUp(error) => return Err(error),
-        Outcome::NotQueued(error) => Err(error),
-        Outcome::Ended(result) => result,
+/// `data` is from [`Box::into_raw`], and the command of `progress` is the only one that was given it.
+unsafe fn take_back<T>(data: *mut T, progress: CommandProgress) -> io::Result<T> {
+    let ended = match progress {
+        CommandProgress::GivenUp(error) => return Err(error),
+        CommandProgress::NotQueued(error) => Err(error),
+        CommandProgress::Ended(result) => result,
     };
     // SAFETY: from Box::into_raw, as promised by the caller, and the kernel has no pointer to it any more.
     let data = unsafe { Box::from_raw(data) };
@@ -190,26 +191,26 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(60);
 
     /// Returns a ring whose commands go to /dev/null, which answers every one at once.
-    fn control(ring: IoUring<squeue::Entry128, cqueue::Entry>) -> Control {
-        Control { file: File::open("/dev/null").unwrap(), ring, newest: 0 }
+    fn control(ring: IoUring<squeue::Entry128, cqueue::Entry>) -> ControlDevice {
+        ControlDevice { file: File::open("/dev/null").unwrap(), ring, newest: 0 }
     }
 
     #[test]
     fn memory_that_the_kernel_may_still_use_is_never_freed() {
-        let held = |outcome| {
+        let held = |progress| {
             let value = Arc::new(());
             let data = Box::into_raw(Box::new(Arc::clone(&value)));
             // SAFETY: from Box::into_raw, and no command has it.
-            let taken = unsafe { take_back(data, outcome) };
+            let taken = unsafe { take_back(data, progress) };
             let is_ok = taken.is_ok();
             drop(taken);
             (is_ok, Arc::strong_count(&value) > 1)
         };
         let error = || io::Error::from_raw_os_error(libc::EIO);
-        assert_eq!(held(Outcome::Ended(Ok(()))), (true, false));
-        assert_eq!(held(Outcome::Ended(Err(error()))), (false, false));
-        assert_eq!(held(Outcome::NotQueued(error())), (false, false));
-        assert_eq!(held(Outcome::GivenUp(error())), (false, true));
+        assert_eq!(held(CommandProgress::Ended(Ok(()))), (true, false));
+        assert_eq!(held(CommandProgress::Ended(Err(error()))), (false, false));
+        assert_eq!(held(CommandProgress::NotQueued(error())), (false, false));
+        assert_eq!(held(CommandProgress::GivenUp(error())), (false, true));
     }
 
     #[test]
@@ -217,8 +218,8 @@ mod tests {
         let mut control = control(IoUring::builder().build(RING_ENTRIES).unwrap());
         let header = ControlCommand { id: 0, length_bytes: 0, address: 0, value: 0 };
         // SAFETY: the command has no memory.
-        let outcome = unsafe { control.submit(abi::CMD_GET_FEATURES, header, LIMIT, || false) };
-        assert!(matches!(outcome, Outcome::Ended(_)));
+        let progress = unsafe { control.submit(abi::CMD_GET_FEATURES, header, LIMIT, || false) };
+        assert!(matches!(progress, CommandProgress::Ended(_)));
     }
 
     #[test]
@@ -227,15 +228,17 @@ mod tests {
         let mut control = control(IoUring::builder().setup_r_disabled().build(RING_ENTRIES).unwrap());
         let header = ControlCommand { id: 0, length_bytes: 0, address: 0, value: 0 };
         // SAFETY: the command has no memory.
-        let outcome = unsafe { control.submit(abi::CMD_GET_FEATURES, header, LIMIT, || false) };
-        let Outcome::GivenUp(error) = outcome else { panic!("the entry is in the submission queue") };
+        let progress = unsafe { control.submit(abi::CMD_GET_FEATURES, header, LIMIT, || false) };
+        let CommandProgress::GivenUp(error) = progress else {
+            panic!("the entry is in the submission queue")
+        };
         assert_eq!(error.raw_os_error(), Some(libc::EBADFD));
         // The kernel would find the next ones behind it, until the queue is full.
         for _ in 1..RING_ENTRIES {
             assert!(control.run(abi::CMD_GET_FEATURES, 0, 0, LIMIT).is_err());
         }
         // SAFETY: the command has no memory.
-        let outcome = unsafe { control.submit(abi::CMD_GET_FEATURES, header, LIMIT, || false) };
-        assert!(matches!(outcome, Outcome::NotQueued(_)));
+        let progress = unsafe { control.submit(abi::CMD_GET_FEATURES, header, LIMIT, || false) };
+        assert!(matches!(progress, CommandProgress::NotQueued(_)));
     }
 }

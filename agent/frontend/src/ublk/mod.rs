@@ -30,7 +30,7 @@ use shorthorn_types::VolumeName;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES, MAX_ZERO_BYTES, SECTOR_BYTES};
 
 use abi::{DeviceInfo, ParamBasic, ParamDiscard, Params};
-use control::Control;
+use control::ControlDevice;
 use fetching::Fetching;
 use queue::UblkQueue;
 
@@ -63,7 +63,7 @@ const NODE_LIMIT: Duration = Duration::from_secs(2);
 
 /// Returns the features of the driver of this kernel, as bits `UBLK_F_*`.
 pub(crate) fn features(limit: Duration) -> io::Result<u64> {
-    Control::open()?.features(limit)
+    ControlDevice::open()?.features(limit)
 }
 
 /// Makes a ublk device, or takes over the one of `spec.previous` after its process died.
@@ -79,7 +79,7 @@ pub fn prepare_ublk(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
         return Err(unsupported(reason));
     }
     modules::load_ublk().map_err(|missing| unsupported(missing.to_string()))?;
-    let mut control = Control::open().map_err(during(format!("open {CONTROL_PATH}")))?;
+    let mut control = ControlDevice::open().map_err(during(format!("open {CONTROL_PATH}")))?;
     let previous = match &spec.previous {
         Some(DeviceRecord { kind: FrontendKind::Ublk, kernel_id: Some(id), .. }) => {
             recovery::take_over(&mut control, *id, &spec.volume)?
@@ -98,7 +98,7 @@ pub fn prepare_ublk(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
 }
 
 /// Runs ADD_DEV: the driver chooses the number and returns the granted parameters.
-fn add(control: &mut Control, spec: &FrontendSpec) -> Result<DeviceInfo, FrontendError> {
+fn add(control: &mut ControlDevice, spec: &FrontendSpec) -> Result<DeviceInfo, FrontendError> {
     let required = REQUIRED_FEATURES.iter().fold(0, |bits, (bit, _)| bits | bit);
     let features =
         control.features(COMMAND_LIMIT).map_err(during("ask the ublk driver for its features".into()))?;
@@ -129,7 +129,7 @@ fn assemble(
     spec: &FrontendSpec,
     info: DeviceInfo,
     recovered: bool,
-    mut control: Control,
+    mut control: ControlDevice,
 ) -> Result<Prepared, FrontendError> {
     let set = if recovered {
         Ok(()) // They are kept, and setting them again is refused (EACCES).
@@ -219,7 +219,7 @@ fn open_character_device(id: u32) -> Result<OwnedFd, FrontendError> {
 }
 
 /// Deletes a device that has no block device any more, and before that its mark: the number is free at once.
-fn delete(control: &mut Control, id: u32, device_dir: &Path) -> Result<(), FrontendError> {
+fn delete(control: &mut ControlDevice, id: u32, device_dir: &Path) -> Result<(), FrontendError> {
     mark::remove(device_dir, id)
         .map_err(during(format!("remove {}", mark::path(device_dir, id).display())))?;
     let deleted = match control.run(abi::CMD_DEL_DEV_ASYNC, id, 0, COMMAND_LIMIT) {
@@ -264,7 +264,7 @@ fn during(action: String) -> impl FnOnce(io::Error) -> FrontendError {
 
 /// The control half of the frontend.
 struct UblkDevice {
-    control: Control,
+    control: ControlDevice,
     volume: VolumeName,
     device_dir: PathBuf,
     info: DeviceInfo,

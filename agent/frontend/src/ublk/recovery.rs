@@ -39,7 +39,7 @@ use std::time::Duration;
 use shorthorn_types::VolumeName;
 
 use super::abi::{self, DeviceInfo};
-use super::control::Control;
+use super::control::ControlDevice;
 use super::{COMMAND_LIMIT, STOP_LIMIT, delete, during, stuck, unless_gone};
 use crate::node::remove_node_first;
 use crate::{FrontendError, kernel_release, modules, node, queue_attribute, wait};
@@ -64,7 +64,7 @@ pub(super) fn identity(volume: &VolumeName) -> u64 {
 /// Prepares device `id` of `volume` for this process. None if it cannot be taken over: the device is gone,
 /// belongs to another volume, or was never started.
 pub(super) fn take_over(
-    control: &mut Control,
+    control: &mut ControlDevice,
     id: u32,
     volume: &VolumeName,
 ) -> Result<Option<DeviceInfo>, FrontendError> {
@@ -134,7 +134,7 @@ fn needs_timer(release: &str) -> bool {
 /// # Errors
 /// [`FrontendError::Refused`] if a living process serves one.
 pub fn remove_leftovers(volume: &VolumeName, device_dir: &Path) -> Result<usize, FrontendError> {
-    let mut control = match Control::open() {
+    let mut control = match ControlDevice::open() {
         // No driver, no devices.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
         opened => opened.map_err(during(format!("open {}", modules::CONTROL_PATH)))?,
@@ -144,7 +144,7 @@ pub fn remove_leftovers(volume: &VolumeName, device_dir: &Path) -> Result<usize,
 
 /// Runs [`remove_leftovers`] with an open control device.
 pub(super) fn clear(
-    control: &mut Control,
+    control: &mut ControlDevice,
     volume: &VolumeName,
     device_dir: &Path,
 ) -> Result<usize, FrontendError> {

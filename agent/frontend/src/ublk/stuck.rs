@@ -29,21 +29,22 @@ const TAGS_LINES: [&str; 3] = ["nr_tags=", "active_queues=", "busy="];
 /// Functions that a thread of the kernel runs while it ends a ring, or while the driver waits for one.
 const FUNCTIONS: [&str; 2] = ["io_ring_exit_work", "ublk_"];
 /// The parts of a report about device `id`, which process `server_pid` served.
-const PARTS: [(&str, Part); 2] = [("requests", Host::requests), ("processes", Host::processes)];
-type Part = fn(&Host, u32, i32) -> Vec<String>;
+const PARTS: [(&str, ReportPart); 2] =
+    [("requests", StuckDeviceFiles::requests), ("processes", StuckDeviceFiles::processes)];
+type ReportPart = fn(&StuckDeviceFiles, u32, i32) -> Vec<String>;
 
 /// Logs the state of `ublkb{id}`, which process `server_pid` served.
 pub(super) fn log(id: u32, volume: &VolumeName, server_pid: i32) {
-    for line in report(&Host::default(), id, server_pid, PART_LIMIT) {
+    for line in report(&StuckDeviceFiles::default(), id, server_pid, PART_LIMIT) {
         tracing::warn!(%volume, id, "stuck device: {line}");
     }
 }
 
-fn report(host: &Host, id: u32, server_pid: i32, limit: Duration) -> Vec<String> {
+fn report(files: &StuckDeviceFiles, id: u32, server_pid: i32, limit: Duration) -> Vec<String> {
     let mut report = Vec::new();
     for (name, part) in PARTS {
-        let host = host.clone();
-        match wait::within(limit, move || Ok(part(&host, id, server_pid))) {
+        let files = files.clone();
+        match wait::within(limit, move || Ok(part(&files, id, server_pid))) {
             Ok(mut lines) => {
                 let more = lines.len().saturating_sub(LINES_MAX);
                 lines.truncate(LINES_MAX);
@@ -58,20 +59,20 @@ fn report(host: &Host, id: u32, server_pid: i32, limit: Duration) -> Vec<String>
     report
 }
 
-/// The paths of the kernel's information about itself.
+/// The file systems that show the state of a stuck device.
 #[derive(Clone)]
-struct Host {
+struct StuckDeviceFiles {
     debugfs: PathBuf,
     proc: PathBuf,
 }
 
-impl Default for Host {
-    fn default() -> Host {
-        Host { debugfs: "/sys/kernel/debug".into(), proc: "/proc".into() }
+impl Default for StuckDeviceFiles {
+    fn default() -> StuckDeviceFiles {
+        StuckDeviceFiles { debugfs: "/sys/kernel/debug".into(), proc: "/proc".into() }
     }
 }
 
-impl Host {
+impl StuckDeviceFiles {
     /// Returns the state of the queues of the device.
     fn requests(&self, id: u32, _server_pid: i32) -> Vec<String> {
         let mut lines = Vec::new();
@@ -192,18 +193,18 @@ mod tests {
     #[test]
     fn a_report_has_the_requests_the_holders_and_the_stacks() {
         let temp = tempfile::tempdir().unwrap();
-        let host = Host { debugfs: temp.path().join("debug"), proc: temp.path().join("proc") };
-        let device = host.debugfs.join("block/ublkb3");
+        let files = StuckDeviceFiles { debugfs: temp.path().join("debug"), proc: temp.path().join("proc") };
+        let device = files.debugfs.join("block/ublkb3");
         write(&device.join("requeue_list"), "");
         write(&device.join("hctx0/busy"), "request 7\n");
-        write(&host.proc.join("12/task/12/stack"), "[<0>] do_wait\n");
-        write(&host.proc.join("12/comm"), "engine\n");
-        fs::create_dir_all(host.proc.join("12/fd")).unwrap();
-        symlink("/dev/ublkc3", host.proc.join("12/fd/5")).unwrap();
-        write(&host.proc.join("40/task/40/stack"), "[<0>] io_ring_exit_work+0x1\n");
-        write(&host.proc.join("40/task/40/comm"), "kworker/u4:1\n");
-        write(&host.proc.join("41/task/41/stack"), "[<0>] worker_thread\n");
-        let report = report(&host, 3, 11, LONG).join("\n");
+        write(&files.proc.join("12/task/12/stack"), "[<0>] do_wait\n");
+        write(&files.proc.join("12/comm"), "engine\n");
+        fs::create_dir_all(files.proc.join("12/fd")).unwrap();
+        symlink("/dev/ublkc3", files.proc.join("12/fd/5")).unwrap();
+        write(&files.proc.join("40/task/40/stack"), "[<0>] io_ring_exit_work+0x1\n");
+        write(&files.proc.join("40/task/40/comm"), "kworker/u4:1\n");
+        write(&files.proc.join("41/task/41/stack"), "[<0>] worker_thread\n");
+        let report = report(&files, 3, 11, LONG).join("\n");
         for part in [
             "requeue_list: empty",
             "hctx0/busy:\n    request 7",
@@ -220,12 +221,12 @@ mod tests {
     #[test]
     fn a_report_has_an_end_and_no_part_of_it_hides_another() {
         let temp = tempfile::tempdir().unwrap();
-        let host = Host { debugfs: temp.path().join("debug"), proc: temp.path().join("proc") };
+        let files = StuckDeviceFiles { debugfs: temp.path().join("debug"), proc: temp.path().join("proc") };
         for queue in 0..LINES_MAX {
-            write(&host.debugfs.join(format!("block/ublkb3/hctx{queue}/tags")), "busy=1\nws={\n");
+            write(&files.debugfs.join(format!("block/ublkb3/hctx{queue}/tags")), "busy=1\nws={\n");
         }
-        write(&host.proc.join("11/task/11/stack"), "[<0>] do_wait\n");
-        let report = report(&host, 3, 11, LONG);
+        write(&files.proc.join("11/task/11/stack"), "[<0>] do_wait\n");
+        let report = report(&files, 3, 11, LONG);
         assert!(report[LINES_MAX].starts_with("requests: ") && report[LINES_MAX].ends_with(" more lines"));
         assert_eq!(report[LINES_MAX + 1..].len(), 3, "{report:?}");
         assert!(report.last().unwrap().contains("do_wait"), "{report:?}");
@@ -234,12 +235,12 @@ mod tests {
     #[test]
     fn a_file_that_does_not_answer_is_not_waited_for() {
         let temp = tempfile::tempdir().unwrap();
-        let host = Host { debugfs: temp.path().join("debug"), proc: temp.path().join("proc") };
-        let device = host.debugfs.join("block/ublkb3");
+        let files = StuckDeviceFiles { debugfs: temp.path().join("debug"), proc: temp.path().join("proc") };
+        let device = files.debugfs.join("block/ublkb3");
         fs::create_dir_all(&device).unwrap();
         // Opening it waits for a writer.
         nix::unistd::mkfifo(&device.join("state"), nix::sys::stat::Mode::S_IRWXU).unwrap();
-        let report = report(&host, 3, 11, Duration::from_millis(100));
+        let report = report(&files, 3, 11, Duration::from_millis(100));
         assert_eq!(report, ["requests: no answer within 100ms", "no process has ublkc3 open as a file"]);
     }
 }
