@@ -130,7 +130,7 @@ pub struct ReadyConnection {
 /// A blocking connection.
 #[derive(Debug)]
 pub struct ReplicaConnection {
-    stream: Stream,
+    stream: ReplicaSocket,
     /// True if it has to be encrypted before the hello.
     is_to_encrypt: bool,
     /// The time limit of each step; none for no limit.
@@ -145,13 +145,13 @@ pub struct ReplicaConnection {
 
 /// The direction of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum StepDirection {
     In,
     Out,
 }
 
 #[derive(Debug)]
-enum Stream {
+enum ReplicaSocket {
     Unix(UnixStream),
     Tcp(TcpStream),
 }
@@ -175,16 +175,16 @@ impl ReplicaConnection {
             let stream = connect_unix(path, timeout).map_err(io)?;
             // The system's limit may be lower: then requests are sent in more pieces.
             let _ = setsockopt(&stream, sockopt::SndBuf, &SOCKET_BUFFER_BYTES);
-            return ReplicaConnection::new(Stream::Unix(stream), timeout).map_err(io);
+            return ReplicaConnection::new(ReplicaSocket::Unix(stream), timeout).map_err(io);
         }
         let tcp: Option<SocketAddr> = address.strip_prefix("tcp:").and_then(|rest| rest.parse().ok());
         let socket = tcp.ok_or_else(|| ConnectError::Address(address.to_owned()))?;
         let stream = TcpStream::connect_timeout(&socket, timeout).map_err(io)?;
         set_up_tcp(&stream).map_err(io)?;
-        ReplicaConnection::new(Stream::Tcp(stream), timeout).map_err(io)
+        ReplicaConnection::new(ReplicaSocket::Tcp(stream), timeout).map_err(io)
     }
 
-    fn new(stream: Stream, timeout: Duration) -> io::Result<ReplicaConnection> {
+    fn new(stream: ReplicaSocket, timeout: Duration) -> io::Result<ReplicaConnection> {
         let (deadline, pages_deadline, session) = Default::default();
         let mut connection = ReplicaConnection {
             stream,
@@ -201,16 +201,16 @@ impl ReplicaConnection {
     /// Sets the time limit of every later step; none for no limit.
     pub fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         self.timeout = timeout;
-        self.set_way_timeout(Way::In, timeout)?;
-        self.set_way_timeout(Way::Out, timeout)
+        self.set_direction_timeout(StepDirection::In, timeout)?;
+        self.set_direction_timeout(StepDirection::Out, timeout)
     }
 
-    fn set_way_timeout(&self, way: Way, timeout: Option<Duration>) -> io::Result<()> {
-        match (&self.stream, way) {
-            (Stream::Unix(stream), Way::In) => stream.set_read_timeout(timeout),
-            (Stream::Unix(stream), Way::Out) => stream.set_write_timeout(timeout),
-            (Stream::Tcp(stream), Way::In) => stream.set_read_timeout(timeout),
-            (Stream::Tcp(stream), Way::Out) => stream.set_write_timeout(timeout),
+    fn set_direction_timeout(&self, direction: StepDirection, timeout: Option<Duration>) -> io::Result<()> {
+        match (&self.stream, direction) {
+            (ReplicaSocket::Unix(stream), StepDirection::In) => stream.set_read_timeout(timeout),
+            (ReplicaSocket::Unix(stream), StepDirection::Out) => stream.set_write_timeout(timeout),
+            (ReplicaSocket::Tcp(stream), StepDirection::In) => stream.set_read_timeout(timeout),
+            (ReplicaSocket::Tcp(stream), StepDirection::Out) => stream.set_write_timeout(timeout),
         }
     }
 
@@ -231,7 +231,7 @@ impl ReplicaConnection {
     /// Fills `data`, within the time that a step may take, even if the peer sends only a byte now and then.
     fn read_all(&mut self, data: &mut [u8]) -> io::Result<()> {
         let (length, mut rest) = (data.len(), data);
-        self.step(Way::In, length, |connection| {
+        self.step(StepDirection::In, length, |connection| {
             let count = connection.read(rest)?;
             rest = &mut std::mem::take(&mut rest)[count..];
             Ok(count)
@@ -241,7 +241,7 @@ impl ReplicaConnection {
     /// Sends `data`, within the time that a step may take, even if the peer reads only a byte now and then.
     fn write_all_in_time(&mut self, data: &[u8]) -> io::Result<()> {
         let mut rest = data;
-        self.step(Way::Out, data.len(), |connection| {
+        self.step(StepDirection::Out, data.len(), |connection| {
             let count = connection.write(rest)?;
             rest = &rest[count..];
             Ok(count)
@@ -251,7 +251,7 @@ impl ReplicaConnection {
     /// Calls `act` until all bytes of a step have arrived.
     fn step(
         &mut self,
-        way: Way,
+        direction: StepDirection,
         length_bytes: usize,
         mut act: impl FnMut(&mut ReplicaConnection) -> io::Result<usize>,
     ) -> io::Result<()> {
@@ -265,18 +265,18 @@ impl ReplicaConnection {
                 if left.is_zero() {
                     return Err(io::ErrorKind::TimedOut.into());
                 }
-                self.set_way_timeout(way, Some(left))?;
+                self.set_direction_timeout(direction, Some(left))?;
                 is_short = true;
             }
             match act(self) {
-                Ok(0) if way == Way::In => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(0) if direction == StepDirection::In => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(count) => done += count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }
         }
-        if is_short { self.set_way_timeout(way, self.timeout) } else { Ok(()) }
+        if is_short { self.set_direction_timeout(direction, self.timeout) } else { Ok(()) }
     }
 
     /// Sends the hello. When it answers, the replica has fenced every older engine, and has proven that it
@@ -393,8 +393,8 @@ impl ReplicaConnection {
         self.set_timeout(None)?;
         let session = self.session.ok_or(io::ErrorKind::NotConnected)?;
         let socket = match self.stream {
-            Stream::Unix(stream) => stream.into(),
-            Stream::Tcp(stream) => stream.into(),
+            ReplicaSocket::Unix(stream) => stream.into(),
+            ReplicaSocket::Tcp(stream) => stream.into(),
         };
         Ok(ReadyConnection { socket, session })
     }
@@ -513,8 +513,8 @@ fn draw_nonce() -> Result<Nonce, ConnectError> {
 impl Read for ReplicaConnection {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         match &mut self.stream {
-            Stream::Unix(stream) => stream.read(buf),
-            Stream::Tcp(stream) => stream.read(buf),
+            ReplicaSocket::Unix(stream) => stream.read(buf),
+            ReplicaSocket::Tcp(stream) => stream.read(buf),
         }
     }
 }
@@ -522,8 +522,8 @@ impl Read for ReplicaConnection {
 impl Write for ReplicaConnection {
     fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
         match &mut self.stream {
-            Stream::Unix(stream) => stream.write(buf),
-            Stream::Tcp(stream) => stream.write(buf),
+            ReplicaSocket::Unix(stream) => stream.write(buf),
+            ReplicaSocket::Tcp(stream) => stream.write(buf),
         }
     }
 

@@ -13,7 +13,7 @@ use shorthorn_core::{Operation, Request};
 
 /// The kinds of requests that have counters of their own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum RequestKind {
     Read,
     Write,
     Flush,
@@ -43,7 +43,7 @@ fn add(to: &AtomicU64, more: u64) {
 }
 
 impl QueueCounters {
-    fn shown(&self, kind: Kind) -> IoCounter {
+    fn shown(&self, kind: RequestKind) -> IoCounter {
         let Counter { operations, bytes, failed, duration_ns } = &self.kinds[kind as usize];
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         IoCounter {
@@ -60,10 +60,10 @@ impl QueueCounters {
 pub fn sum(queues: &[Arc<QueueCounters>]) -> IoCounters {
     let of = |kind| queues.iter().map(|queue| queue.shown(kind)).fold(IoCounter::default(), IoCounter::plus);
     IoCounters {
-        read: of(Kind::Read),
-        write: of(Kind::Write),
-        flush: of(Kind::Flush),
-        discard: of(Kind::Discard),
+        read: of(RequestKind::Read),
+        write: of(RequestKind::Write),
+        flush: of(RequestKind::Flush),
+        discard: of(RequestKind::Discard),
         refused: queues.iter().map(|queue| queue.refused.load(Ordering::Relaxed)).fold(0, u64::wrapping_add),
     }
 }
@@ -78,7 +78,7 @@ pub struct RequestMeter {
 
 #[derive(Clone, Copy, Debug)]
 struct Begun {
-    kind: Kind,
+    kind: RequestKind,
     bytes: u64,
     at: Instant,
 }
@@ -86,7 +86,7 @@ struct Begun {
 impl RequestMeter {
     /// Returns the meter of a queue with `slots` slots.
     pub fn new(counters: Arc<QueueCounters>, slots: u16) -> RequestMeter {
-        let nothing = Begun { kind: Kind::Read, bytes: 0, at: Instant::now() };
+        let nothing = Begun { kind: RequestKind::Read, bytes: 0, at: Instant::now() };
         RequestMeter { counters, slots: vec![nothing; usize::from(slots)].into() }
     }
 
@@ -94,10 +94,10 @@ impl RequestMeter {
     pub fn begin(&mut self, requests: &[Request], now: Instant) {
         for request in requests {
             let kind = match request.operation {
-                Operation::Read | Operation::CheckedRead | Operation::Verify => Kind::Read,
-                Operation::Write { .. } | Operation::WriteRot => Kind::Write,
-                Operation::Flush => Kind::Flush,
-                Operation::Discard | Operation::WriteZeroes { .. } => Kind::Discard,
+                Operation::Read | Operation::CheckedRead | Operation::Verify => RequestKind::Read,
+                Operation::Write { .. } | Operation::WriteRot => RequestKind::Write,
+                Operation::Flush => RequestKind::Flush,
+                Operation::Discard | Operation::WriteZeroes { .. } => RequestKind::Discard,
             };
             if let Some(slot) = self.slots.get_mut(usize::from(request.slot)) {
                 *slot = Begun { kind, bytes: request.range.length(), at: now };

@@ -42,8 +42,8 @@ impl ExpansionTask {
     /// The system cannot start a thread.
     pub fn grow_replicas(context: Arc<EngineContext>) -> Result<ExpansionTask, EngineError> {
         ExpansionTask::start(Arc::clone(&context), move || match grow_replicas(&context) {
-            Ok(()) => Outcome::Done,
-            Err(reason) => Outcome::Again(reason),
+            Ok(()) => ExpansionAttempt::Done,
+            Err(reason) => ExpansionAttempt::Again(reason),
         })
     }
 
@@ -63,16 +63,16 @@ impl ExpansionTask {
                 Err(error @ FrontendError::Unsupported { .. }) => {
                     ExpansionProgress::NextAttach(error.to_string())
                 }
-                Err(error) => return Outcome::Again(error.to_string()),
+                Err(error) => return ExpansionAttempt::Again(error.to_string()),
             };
             context.shared.send_event(MainEvent::Expansion(progress));
-            Outcome::Done
+            ExpansionAttempt::Done
         })
     }
 
     fn start(
         context: Arc<EngineContext>,
-        attempt: impl FnMut() -> Outcome + Send + 'static,
+        attempt: impl FnMut() -> ExpansionAttempt + Send + 'static,
     ) -> Result<ExpansionTask, EngineError> {
         let (stop, stopped) = mpsc::channel();
         thread::Builder::new()
@@ -84,14 +84,14 @@ impl ExpansionTask {
     }
 }
 
-enum Outcome {
+enum ExpansionAttempt {
     Done,
     Again(String),
 }
 
-fn patiently(context: &EngineContext, stopped: &Receiver<()>, mut attempt: impl FnMut() -> Outcome) {
+fn patiently(context: &EngineContext, stopped: &Receiver<()>, mut attempt: impl FnMut() -> ExpansionAttempt) {
     let (mut pause, mut reported) = (FIRST_PAUSE, String::new());
-    while let Outcome::Again(reason) = attempt() {
+    while let ExpansionAttempt::Again(reason) = attempt() {
         if reason != reported {
             tracing::warn!(volume = %context.connector.volume, "the expansion waits: {reason}");
             reported.clone_from(&reason);

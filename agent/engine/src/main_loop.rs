@@ -34,7 +34,7 @@ use crate::events::{Ending, MainEvent};
 use crate::expansion::SharedDevice;
 use crate::handover;
 use crate::link::{LinkSlots, QueueLink};
-use crate::open::{Opened, Opener, Opening};
+use crate::open::{OpenResult, OpenedVolume, Opener};
 use crate::queue::Queue;
 use crate::rebuild::RebuildTasks;
 use crate::serving::Serving;
@@ -114,7 +114,7 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
             let _ = commands.send(MainEvent::ControlCommand(command));
         })
         .map_err(EngineError::system("binding the control socket"))?;
-    let result = Start { begin, spec, state, sockets, publisher: &publisher, sender, events }.run();
+    let result = EngineProcess { begin, spec, state, sockets, publisher: &publisher, sender, events }.run();
     if let Err(error) = &result {
         publish(&publisher, |engine| {
             let frozen = matches!(error, EngineError::Frozen(_));
@@ -192,7 +192,7 @@ fn watch_signals(events: Sender<MainEvent>) -> Result<(), EngineError> {
 }
 
 /// An engine process from the reading of its spec to its end.
-struct Start<'a> {
+struct EngineProcess<'a> {
     begin: Instant,
     spec: EngineSpec,
     state: EngineState,
@@ -203,7 +203,7 @@ struct Start<'a> {
     events: Receiver<MainEvent>,
 }
 
-impl Start<'_> {
+impl EngineProcess<'_> {
     fn run(mut self) -> Result<Ended, EngineError> {
         let opener = Opener {
             spec: &mut self.spec,
@@ -219,16 +219,16 @@ impl Start<'_> {
             tracing::warn!(volume = %self.spec.volume, %error, "the device of a deposed engine stays");
         }
         let mut opened = match opening? {
-            Opening::Open(opened) => *opened,
-            Opening::Ended(Ending::Stop) => {
+            OpenResult::Open(opened) => *opened,
+            OpenResult::Ended(Ending::Stop) => {
                 self.discard_device()?;
                 return Ok(Ended::Stopped);
             }
-            Opening::Ended(Ending::Terminate) if self.spec.frontend == FrontendChoice::Socket => {
+            OpenResult::Ended(Ending::Terminate) if self.spec.frontend == FrontendChoice::Socket => {
                 self.discard_device()?;
                 return Ok(Ended::LeftToNext);
             }
-            Opening::Ended(Ending::Terminate) => {
+            OpenResult::Ended(Ending::Terminate) => {
                 // No request was read from them: the next process can use them.
                 handover::hand_over(self.state.generation(), std::mem::take(&mut self.sockets));
                 return Ok(Ended::LeftToNext);
@@ -265,7 +265,7 @@ impl Start<'_> {
     }
 
     /// Shows the opened volume, and lets the main thread execute a command that had to wait for it.
-    fn show_opened(&self, opened: &Opened) {
+    fn show_opened(&self, opened: &OpenedVolume) {
         publish(self.publisher, |engine| {
             engine.generation = opened.volume.view.id.generation;
             engine.view = Some(opened.volume.view);
@@ -280,7 +280,7 @@ impl Start<'_> {
 
     fn serve_and_end(
         mut self,
-        opened: &Opened,
+        opened: &OpenedVolume,
         device: &SharedDevice,
         shared: &Arc<Shared>,
         threads: Threads,
@@ -394,7 +394,7 @@ fn notify_systemd(state: sd_notify::NotifyState<'_>) {
 fn prepare_frontend(
     spec: &EngineSpec,
     state: &EngineState,
-    opened: &Opened,
+    opened: &OpenedVolume,
     sockets: Vec<QueueSocket>,
 ) -> Result<Prepared, EngineError> {
     let previous = state.device().cloned();
@@ -438,7 +438,7 @@ type Threads = Vec<thread::JoinHandle<()>>;
 
 fn start_queues(
     spec: &EngineSpec,
-    opened: &mut Opened,
+    opened: &mut OpenedVolume,
     frontends: Vec<Box<dyn QueueFrontend>>,
     counters: &[Arc<QueueCounters>],
     record: &DeviceRecord,
@@ -477,7 +477,7 @@ fn start_queues(
     Ok((shared, threads))
 }
 
-fn core_config(spec: &EngineSpec, opened: &Opened, record: &DeviceRecord) -> CoreConfig {
+fn core_config(spec: &EngineSpec, opened: &OpenedVolume, record: &DeviceRecord) -> CoreConfig {
     let peer = |endpoint: &ReplicaEndpoint| PeerConfig { replica: endpoint.replica, local: endpoint.local };
     CoreConfig {
         queues: record.queues,
@@ -523,7 +523,7 @@ fn links(
 }
 
 /// Collects the shared state of the rebuild tasks.
-fn context(spec: &EngineSpec, opened: &Opened, shared: Arc<Shared>) -> EngineContext {
+fn context(spec: &EngineSpec, opened: &OpenedVolume, shared: Arc<Shared>) -> EngineContext {
     let complete = opened.volume.is_out_of_sync_complete.iter().copied().chain(std::iter::repeat(false));
     let runs = opened.volume.runs.iter().copied().chain(std::iter::repeat(None));
     let peer = |((endpoint, is_complete), run): ((&ReplicaEndpoint, bool), Option<u64>)| PeerContext {

@@ -41,7 +41,7 @@ const PING_INTERVAL: Duration = Duration::from_secs(10);
 
 /// A volume that may be served, with the status of its replicas.
 #[derive(Debug)]
-pub struct Opened {
+pub struct OpenedVolume {
     /// The result of the attempt, with a connection per queue for each member, in the order of the replicas
     /// in the spec.
     pub volume: shorthorn_recovery::Opened<Vec<Vec<ReplicaConnection>>>,
@@ -53,7 +53,7 @@ pub struct Opened {
     pub lost_writes: bool,
 }
 
-impl Opened {
+impl OpenedVolume {
     /// Returns the bytes to resync before they are served, because the members may differ there.
     pub fn unequal_bytes(&self) -> Option<u64> {
         let region_bytes = Regions::of(self.size_bytes).region_bytes();
@@ -64,9 +64,9 @@ impl Opened {
 
 /// The result of waiting for the volume.
 #[derive(Debug)]
-pub enum Opening {
+pub enum OpenResult {
     /// The volume may be served.
-    Open(Box<Opened>),
+    Open(Box<OpenedVolume>),
     /// The process has to end before the volume is open.
     Ended(Ending),
 }
@@ -100,7 +100,7 @@ impl Opener<'_> {
     ///
     /// # Errors
     /// An error that a further attempt cannot repair.
-    pub fn run(mut self) -> Result<Opening, EngineError> {
+    pub fn run(mut self) -> Result<OpenResult, EngineError> {
         let begin = Instant::now();
         let mut pause = FIRST_RETRY;
         let mut reported = String::new();
@@ -108,9 +108,9 @@ impl Opener<'_> {
         loop {
             self.take_size();
             match self.attempt(begin, &mut offenders) {
-                Ok(opened) => return Ok(Opening::Open(Box::new(opened))),
+                Ok(opened) => return Ok(OpenResult::Open(Box::new(opened))),
                 Err(OpenError::Fatal(error)) => return Err(error),
-                Err(OpenError::Ended(ending)) => return Ok(Opening::Ended(ending)),
+                Err(OpenError::Ended(ending)) => return Ok(OpenResult::Ended(ending)),
                 Err(OpenError::Missing { reason, members }) => {
                     if reason != reported {
                         tracing::warn!(volume = %self.spec.volume, "the volume waits: {reason}");
@@ -135,8 +135,8 @@ impl Opener<'_> {
             }
             match self.wait(pause.max(offenders.pause())) {
                 Ok(_) => {}
-                Err(Stop::Ended(ending)) => return Ok(Opening::Ended(ending)),
-                Err(Stop::Fatal(error)) => return Err(error),
+                Err(StopReason::Ended(ending)) => return Ok(OpenResult::Ended(ending)),
+                Err(StopReason::Fatal(error)) => return Err(error),
             }
             pause = (pause * 2).min(RETRY_INTERVAL);
         }
@@ -150,18 +150,18 @@ impl Opener<'_> {
     }
 
     /// Waits at most `pause` for a command, a grant or a signal.
-    fn wait(&mut self, pause: Duration) -> Result<Wakeup, Stop> {
+    fn wait(&mut self, pause: Duration) -> Result<Wakeup, StopReason> {
         let command = match self.events.recv_timeout(pause) {
-            Ok(MainEvent::Terminate) => return Err(Stop::Ended(Ending::Terminate)),
+            Ok(MainEvent::Terminate) => return Err(StopReason::Ended(Ending::Terminate)),
             Ok(MainEvent::ControlCommand(command)) => command,
             // The queues do not run yet, so no other event can come.
             Ok(_) | Err(RecvTimeoutError::Timeout) => return Ok(Wakeup::Nothing),
-            Err(RecvTimeoutError::Disconnected) => return Err(Stop::Ended(Ending::Terminate)),
+            Err(RecvTimeoutError::Disconnected) => return Err(StopReason::Ended(Ending::Terminate)),
         };
         let volume = &self.spec.volume;
         match command {
-            ProcessCommand::Stop => return Err(Stop::Ended(Ending::Stop)),
-            ProcessCommand::Handover => return Err(Stop::Ended(Ending::Terminate)),
+            ProcessCommand::Stop => return Err(StopReason::Ended(Ending::Stop)),
+            ProcessCommand::Handover => return Err(StopReason::Ended(Ending::Terminate)),
             ProcessCommand::Grant { view } if view.id.generation.attach <= self.spec.attach => {
                 tracing::info!(%volume, %view, "the arbiter has granted a view");
                 self.state.keep_grant(view)?;
@@ -190,7 +190,7 @@ impl Opener<'_> {
     }
 
     /// Makes one attempt. The first one began at `first`.
-    fn attempt(&mut self, first: Instant, offenders: &mut Offenders) -> Result<Opened, OpenError> {
+    fn attempt(&mut self, first: Instant, offenders: &mut Offenders) -> Result<OpenedVolume, OpenError> {
         let begin = Instant::now();
         let generation = self.state.generation();
         let request = OpenRequest {
@@ -204,7 +204,7 @@ impl Opener<'_> {
             missing_limit_ms: millis(MISSING_LIMIT),
             member_limit_ms: millis(MEMBER_LIMIT),
         };
-        let mut attempt = Attempt {
+        let mut attempt = OpenAttempt {
             connector: Connector::new(self.spec, generation),
             endpoints: self.spec.replicas.clone(),
             members: self.spec.replicas.iter().map(status::connecting).collect(),
@@ -216,13 +216,13 @@ impl Opener<'_> {
             opener: self,
         };
         let opened = finish(shorthorn_recovery::open(&mut attempt, &request, offenders));
-        let Attempt { members, reached_ms, .. } = attempt;
+        let OpenAttempt { members, reached_ms, .. } = attempt;
         let opened = opened.map_err(|error| match error {
             NotOpen::Waiting(reason) => OpenError::Missing { reason, members: members.clone() },
             NotOpen::Aborted { reason, .. } => OpenError::Aborted { reason, members: members.clone() },
             NotOpen::Deposed(holder) => OpenError::Fatal(EngineError::Deposed { generation, holder }),
-            NotOpen::Stopped(Stop::Fatal(error)) => OpenError::Fatal(error),
-            NotOpen::Stopped(Stop::Ended(ending)) => OpenError::Ended(ending),
+            NotOpen::Stopped(StopReason::Fatal(error)) => OpenError::Fatal(error),
+            NotOpen::Stopped(StopReason::Ended(ending)) => OpenError::Ended(ending),
         })?;
         let (name, connected_ms) = (&self.spec.volume, millis(begin.elapsed()));
         let (dirty, in_view) = (opened.dirty.len(), &opened.view.members);
@@ -236,7 +236,7 @@ impl Opener<'_> {
         &self,
         volume: shorthorn_recovery::Opened<Vec<Vec<ReplicaConnection>>>,
         mut members: Vec<MemberStatus>,
-    ) -> Opened {
+    ) -> OpenedVolume {
         for member in &mut members {
             let in_view = volume.view.members.contains(member.replica);
             member.mode = if in_view { MemberMode::Member } else { MemberMode::Failed };
@@ -248,7 +248,7 @@ impl Opener<'_> {
                 }
             }
         }
-        Opened {
+        OpenedVolume {
             volume,
             members,
             size_bytes: self.spec.size_bytes,
@@ -271,16 +271,16 @@ enum Wakeup {
 
 /// The reason why the process does not open the volume.
 #[derive(Debug)]
-enum Stop {
+enum StopReason {
     /// An operation of this host failed.
     Fatal(EngineError),
     /// The process has to end.
     Ended(Ending),
 }
 
-impl From<EngineError> for Stop {
-    fn from(error: EngineError) -> Stop {
-        Stop::Fatal(error)
+impl From<EngineError> for StopReason {
+    fn from(error: EngineError) -> StopReason {
+        StopReason::Fatal(error)
     }
 }
 
@@ -289,7 +289,7 @@ fn millis(duration: Duration) -> u64 {
 }
 
 /// An attempt to open the volume, driven by [`shorthorn_recovery`].
-struct Attempt<'a, 'b> {
+struct OpenAttempt<'a, 'b> {
     opener: &'a mut Opener<'b>,
     connector: Connector,
     /// The replicas of the spec when it began.
@@ -307,15 +307,15 @@ struct Attempt<'a, 'b> {
 
 type Reached = shorthorn_recovery::Reached<ReplicaConnection>;
 
-impl OpeningEngine for Attempt<'_, '_> {
+impl OpeningEngine for OpenAttempt<'_, '_> {
     type Link = ReplicaConnection;
     /// A connection per queue for each member, in the order of the replicas in the spec.
     type Connections = Vec<Vec<ReplicaConnection>>;
-    type Stop = Stop;
+    type Stop = StopReason;
 
     /// Waits for each replica until it has answered or its time is over: a replica that is left out has to be
     /// rebuilt later.
-    async fn reach(&mut self) -> Result<Vec<Reached>, NotOpen<Stop>> {
+    async fn reach(&mut self) -> Result<Vec<Reached>, NotOpen<StopReason>> {
         let begin = Instant::now();
         let (sender, answers) = mpsc::channel();
         for (index, endpoint) in self.endpoints.iter().cloned().enumerate() {
@@ -410,7 +410,7 @@ impl OpeningEngine for Attempt<'_, '_> {
         });
     }
 
-    async fn next_grant(&mut self, reached: &mut [Reached]) -> Result<Grant, NotOpen<Stop>> {
+    async fn next_grant(&mut self, reached: &mut [Reached]) -> Result<Grant, NotOpen<StopReason>> {
         match self.opener.wait(RETRY_INTERVAL).map_err(NotOpen::Stopped)? {
             Wakeup::Grant(view) => return Ok(Grant::Answered(view)),
             Wakeup::Replicas => return Err(NotOpen::aborted("the volume has other replicas now")),
@@ -443,7 +443,7 @@ impl OpeningEngine for Attempt<'_, '_> {
         });
     }
 
-    fn record_lost_writes(&mut self) -> Result<(), Stop> {
+    fn record_lost_writes(&mut self) -> Result<(), StopReason> {
         let state = &mut *self.opener.state;
         state.record_lost_writes()?;
         let lost_writes = state.lost_writes();
@@ -470,7 +470,7 @@ impl OpeningEngine for Attempt<'_, '_> {
         &mut self,
         reached: Vec<Reached>,
         proposal: &Proposal,
-    ) -> Result<Vec<Vec<ReplicaConnection>>, NotOpen<Stop>> {
+    ) -> Result<Vec<Vec<ReplicaConnection>>, NotOpen<StopReason>> {
         let (spec, connector) = (&*self.opener.spec, &self.connector);
         let connected = at_once(reached, |one| connect_queues(spec, one, connector, proposal));
         let mut connections: Vec<Vec<ReplicaConnection>> =
@@ -487,7 +487,7 @@ impl OpeningEngine for Attempt<'_, '_> {
     }
 }
 
-impl Attempt<'_, '_> {
+impl OpenAttempt<'_, '_> {
     /// Pings the replicas that have answered, because they close silent connections while the engine waits
     /// for another one. A replica that does not answer any more is no longer reached.
     fn ping_reached(&mut self, reached: &mut Vec<(usize, Reached)>) {
@@ -506,7 +506,7 @@ impl Attempt<'_, '_> {
 /// A replica and its answer to a proposal.
 type Proposed = (Reached, Result<Option<KeptSets>, ConnectError>);
 
-impl Attempt<'_, '_> {
+impl OpenAttempt<'_, '_> {
     /// Shows a message beside a replica.
     fn show(&mut self, replica: ReplicaId, message: String) {
         if let Some(member) = self.members.iter_mut().find(|member| member.replica == replica) {

@@ -83,7 +83,7 @@ enum Drain {
 }
 
 /// A queue and its ring, which belongs to the thread.
-struct Running {
+struct RunningQueue {
     queue: Queue,
     ring: Ring,
     completions: Vec<Completion>,
@@ -130,7 +130,7 @@ impl Queue {
         let slots = self.arena.slots();
         let entries = (u32::try_from(slots).unwrap_or(u32::MAX) + 4 * links + 16).next_power_of_two();
         let room = slots * 4;
-        let mut running = Running {
+        let mut running = RunningQueue {
             ring: Ring::with(entries, self.frontend.task_work()).map_err(EngineError::system("io_uring"))?,
             queue: self,
             completions: Vec::with_capacity(room),
@@ -158,7 +158,7 @@ impl Queue {
     }
 }
 
-impl Running {
+impl RunningQueue {
     fn serve(&mut self) -> Result<(), EngineError> {
         self.start()?;
         while !self.queue.shared.is_stopping() {
@@ -177,7 +177,7 @@ impl Running {
     }
 
     fn with_frontend<T>(&mut self, act: impl FnOnce(&mut dyn QueueFrontend, &mut QueueIo<'_>) -> T) -> T {
-        let Running { queue, ring, requests, refusals, .. } = self;
+        let RunningQueue { queue, ring, requests, refusals, .. } = self;
         let mut io = QueueIo { ring, arena: &queue.arena, requests, refusals };
         act(queue.frontend.as_mut(), &mut io)
     }
@@ -252,7 +252,7 @@ impl Running {
     }
 
     fn dispatch(&mut self, completion: Completion) -> Result<(), EngineError> {
-        let Running { queue, ring, requests, refusals, .. } = self;
+        let RunningQueue { queue, ring, requests, refusals, .. } = self;
         let Queue { arena, links, frontend, shared, wake, index, .. } = queue;
         match completion.token.source {
             shorthorn_frontend::SOURCE => {

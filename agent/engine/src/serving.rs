@@ -27,7 +27,7 @@ use crate::error::EngineError;
 use crate::events::{Ending, MainEvent};
 use crate::expansion::{ExpansionTask, SharedDevice};
 use crate::failures::{self, RequestError};
-use crate::open::Opened;
+use crate::open::OpenedVolume;
 use crate::rebuild::RebuildTasks;
 use crate::scrubber::Scrubbing;
 use crate::shared::{Shared, lock};
@@ -80,7 +80,7 @@ impl<'a> Serving<'a> {
         state: &'a mut EngineState,
         publisher: &'a Publisher,
         rebuild_tasks: RebuildTasks,
-        opened: &Opened,
+        opened: &OpenedVolume,
         device: &SharedDevice,
     ) -> Result<Serving<'a>, EngineError> {
         let now = Instant::now();

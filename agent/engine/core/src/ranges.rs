@@ -11,8 +11,8 @@ use crate::slot::SlotId;
 /// A scan over an array: with the few hundred requests that can be in flight it is faster than a tree.
 #[derive(Debug)]
 pub struct RangeTable {
-    active: Vec<Entry>,
-    waiting: Vec<Entry>,
+    active: Vec<RangeEntry>,
+    waiting: Vec<RangeEntry>,
     next_order: u64,
 }
 
@@ -41,7 +41,7 @@ impl RangeAccess {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct RangeEntry {
     start: u64,
     end: u64,
     slot: SlotId,
@@ -50,11 +50,11 @@ struct Entry {
     order: u64,
 }
 
-impl Entry {
+impl RangeEntry {
     /// Returns true if `self` has to wait until `other` is done. A modification waits for an earlier read
     /// too. Otherwise the read could return data that is not on every member yet, and the next engine,
     /// started from another member, the former data.
-    fn waits_for(&self, other: &Entry) -> bool {
+    fn waits_for(&self, other: &RangeEntry) -> bool {
         self.access.conflicts_with(other.access)
             && other.order < self.order
             && self.start < other.end
@@ -73,7 +73,8 @@ impl RangeTable {
     /// Adds a request. Returns true if it may start at once, else it waits.
     pub fn enter(&mut self, slot: SlotId, range: ByteRange, access: RangeAccess) -> bool {
         let range = range.grown_to_blocks();
-        let entry = Entry { start: range.offset(), end: range.end(), slot, access, order: self.next_order };
+        let entry =
+            RangeEntry { start: range.offset(), end: range.end(), slot, access, order: self.next_order };
         self.next_order += 1;
         let blocked = self.active.iter().chain(&self.waiting).any(|earlier| entry.waits_for(earlier));
         if blocked {

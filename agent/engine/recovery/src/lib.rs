@@ -6,7 +6,7 @@
 //! simulation brings its own. So both run the same order of the same questions, and the same decisions about
 //! the answers. Nothing in here knows a clock, a socket or a thread.
 //!
-//! - [`Link`]: a connection to one replica that has taken this engine.
+//! - [`ReplicaLink`]: a connection to one replica that has taken this engine.
 //! - [`OpeningEngine`]: the process while it opens the volume.
 //! - [`ServingEngine`]: the process while it serves.
 //! - [`ReplicaRebuild`]: the task that brings one replica back.
@@ -29,7 +29,7 @@ mod serving;
 
 pub use drop_history::{DropHistory, RebuildDelay};
 pub use grow::{NotGrown, grow_replicas};
-pub use link::{Link, LinkError, SizeMismatch, fit, regions};
+pub use link::{LinkError, ReplicaLink, SizeMismatch, fit, regions};
 pub use offenders::{BadSources, Offenders};
 pub use open::{
     Grant, NotOpen, OpenRequest, Opened, OpeningEngine, Proposal, Reached, conclude, open, propose_to,

@@ -23,7 +23,7 @@ pub trait LinkError: std::fmt::Display {
 }
 
 /// A connection to a replica that has taken this engine. Each function is one request and its answer.
-pub trait Link {
+pub trait ReplicaLink {
     /// The reason why a request has failed.
     type Error: LinkError;
 
@@ -67,7 +67,7 @@ pub trait Link {
 ///
 /// # Errors
 /// A question has failed.
-pub async fn regions<L: Link>(
+pub async fn regions<L: ReplicaLink>(
     link: &mut L,
     of: RegionsOf,
     regions: Regions,
@@ -77,7 +77,7 @@ pub async fn regions<L: Link>(
 
 /// Returns the same as [`regions`], and asks `has_to_end` between the pages. The outer option is none if it
 /// returns true.
-pub(crate) async fn regions_unless<L: Link>(
+pub(crate) async fn regions_unless<L: ReplicaLink>(
     link: &mut L,
     of: RegionsOf,
     regions: Regions,
@@ -105,7 +105,7 @@ pub(crate) async fn regions_unless<L: Link>(
 
 /// Returns the same as [`regions`], without the stamp. A set that the replica does not keep counts as full,
 /// because the missing regions are not known.
-pub(crate) async fn regions_or_all<L: Link>(
+pub(crate) async fn regions_or_all<L: ReplicaLink>(
     link: &mut L,
     of: RegionsOf,
     divided: Regions,
@@ -131,7 +131,7 @@ pub enum SizeMismatch<E> {
 ///
 /// # Errors
 /// [`SizeMismatch`]; the replica must not be used.
-pub async fn fit<L: Link>(
+pub async fn fit<L: ReplicaLink>(
     link: &mut L,
     welcome: &mut Welcome,
     size_bytes: u64,

@@ -10,7 +10,7 @@ use shorthorn_views::{
 };
 use shorthorn_wire::Welcome;
 
-use crate::link::{Link, LinkError, regions, regions_or_all};
+use crate::link::{LinkError, ReplicaLink, regions, regions_or_all};
 use crate::offenders::{AttemptPart, Offenders};
 use crate::out_of_sync_sets::{forget, make_room};
 
@@ -138,7 +138,7 @@ pub enum Grant {
 /// The process while it opens the volume. The functions that take several replicas ask them at once.
 pub trait OpeningEngine {
     /// A connection to a replica.
-    type Link: Link;
+    type Link: ReplicaLink;
     /// The connections of all queues to the members.
     type Connections;
     /// The reason why the process ends.
@@ -183,7 +183,7 @@ pub trait OpeningEngine {
         &mut self,
         to: Vec<Reached<Self::Link>>,
         proposal: &Proposal,
-    ) -> Vec<(Reached<Self::Link>, Result<Option<KeptSets>, <Self::Link as Link>::Error>)>;
+    ) -> Vec<(Reached<Self::Link>, Result<Option<KeptSets>, <Self::Link as ReplicaLink>::Error>)>;
 
     /// Calls [`conclude`] for every replica, and connects all queues to the members. Fails with
     /// [`NotOpen::aborted_by`] if a member is to blame.
@@ -408,7 +408,7 @@ fn blamed<E: OpeningEngine>(
 ///
 /// # Errors
 /// The replica has not stored it, or has not said which sets it keeps.
-pub async fn propose_to<L: Link>(
+pub async fn propose_to<L: ReplicaLink>(
     one: &mut Reached<L>,
     proposal: &Proposal,
 ) -> Result<Option<KeptSets>, L::Error> {
@@ -439,7 +439,7 @@ pub async fn propose_to<L: Link>(
 /// # Errors
 /// Nothing is lost: a mark that gets lost leaves more to honour at the next start, and out-of-sync sets stay
 /// until then.
-pub async fn conclude<L: Link>(one: &mut Reached<L>, proposal: &Proposal) -> Result<(), L::Error> {
+pub async fn conclude<L: ReplicaLink>(one: &mut Reached<L>, proposal: &Proposal) -> Result<(), L::Error> {
     let Reached { link, welcome, .. } = one;
     link.commit(proposal.view, &proposal.honoured).await?;
     // It knows no other view now.

@@ -91,30 +91,30 @@ mod tests {
 
     /// The answer of a member.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    enum Answer {
+    enum MemberAnswer {
         Rotten,
         Io,
         Broken,
         Deposed,
     }
 
-    impl std::fmt::Display for Answer {
+    impl std::fmt::Display for MemberAnswer {
         fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
             write!(f, "{self:?}")
         }
     }
 
-    impl LinkError for Answer {
+    impl LinkError for MemberAnswer {
         fn deposed_by(&self) -> Option<Generation> {
-            (*self == Answer::Deposed).then_some(Generation::NEVER)
+            (*self == MemberAnswer::Deposed).then_some(Generation::NEVER)
         }
 
         fn is_refusal(&self) -> bool {
-            matches!(self, Answer::Rotten | Answer::Io)
+            matches!(self, MemberAnswer::Rotten | MemberAnswer::Io)
         }
 
         fn is_rot(&self) -> bool {
-            *self == Answer::Rotten
+            *self == MemberAnswer::Rotten
         }
     }
 
@@ -129,7 +129,10 @@ mod tests {
 
     /// Searches a block that member 1 has not given for this reason, at members 2 and 3. True if one of them
     /// has it, false if it is lost.
-    fn search(of_source: Answer, others: [Result<bool, Answer>; 2]) -> Result<bool, RebuildError<Answer>> {
+    fn search(
+        of_source: MemberAnswer,
+        others: [Result<bool, MemberAnswer>; 2],
+    ) -> Result<bool, RebuildError<MemberAnswer>> {
         let mut search = BlockSearch::after(member(1), block(), of_source, &mut 0)?;
         for (number, read) in (2..).zip(others) {
             if search.answered(member(number), true, read)? {
@@ -140,7 +143,7 @@ mod tests {
     }
 
     /// The member that cannot read the block, or has no usable answer.
-    fn named(trouble: Result<bool, RebuildError<Answer>>) -> (ReplicaId, bool) {
+    fn named(trouble: Result<bool, RebuildError<MemberAnswer>>) -> (ReplicaId, bool) {
         match trouble.unwrap_err() {
             RebuildError::Unread { member, range, .. } if range == block() => (member, true),
             RebuildError::SourceFailed { source, .. } => (source, false),
@@ -150,21 +153,23 @@ mod tests {
 
     #[test]
     fn a_block_is_lost_only_if_all_members_say_so() {
-        for others in [[Ok(false), Err(Answer::Rotten)], [Err(Answer::Rotten), Ok(false)]] {
-            assert!(!search(Answer::Rotten, others).unwrap());
+        for others in [[Ok(false), Err(MemberAnswer::Rotten)], [Err(MemberAnswer::Rotten), Ok(false)]] {
+            assert!(!search(MemberAnswer::Rotten, others).unwrap());
         }
-        for (error, is_read_error) in [(Answer::Io, true), (Answer::Broken, false)] {
-            let trouble = search(Answer::Rotten, [Err(error), Ok(false)]);
+        for (error, is_read_error) in [(MemberAnswer::Io, true), (MemberAnswer::Broken, false)] {
+            let trouble = search(MemberAnswer::Rotten, [Err(error), Ok(false)]);
             assert_eq!(named(trouble), (ReplicaId::from_random(2), is_read_error));
         }
-        let trouble = search(Answer::Io, [Ok(false), Err(Answer::Rotten)]);
+        let trouble = search(MemberAnswer::Io, [Ok(false), Err(MemberAnswer::Rotten)]);
         assert_eq!(named(trouble), (ReplicaId::from_random(1), true), "the source may have it");
     }
 
     #[test]
     fn a_member_that_has_the_block_gives_it_although_others_cannot_read_it() {
-        for of_source in [Answer::Rotten, Answer::Io] {
-            for other in [Ok(false), Err(Answer::Rotten), Err(Answer::Io), Err(Answer::Broken)] {
+        for of_source in [MemberAnswer::Rotten, MemberAnswer::Io] {
+            for other in
+                [Ok(false), Err(MemberAnswer::Rotten), Err(MemberAnswer::Io), Err(MemberAnswer::Broken)]
+            {
                 assert!(search(of_source, [other, Ok(true)]).unwrap(), "{of_source:?}, {other:?}");
             }
         }
@@ -172,15 +177,15 @@ mod tests {
 
     #[test]
     fn a_broken_connection_and_a_newer_engine_end_the_attempt() {
-        assert_eq!(named(search(Answer::Broken, [Ok(true); 2])), (ReplicaId::from_random(1), false));
-        let deposed = search(Answer::Rotten, [Err(Answer::Deposed), Ok(true)]);
-        assert!(matches!(deposed, Err(RebuildError::SourceFailed { error: Answer::Deposed, .. })));
+        assert_eq!(named(search(MemberAnswer::Broken, [Ok(true); 2])), (ReplicaId::from_random(1), false));
+        let deposed = search(MemberAnswer::Rotten, [Err(MemberAnswer::Deposed), Ok(true)]);
+        assert!(matches!(deposed, Err(RebuildError::SourceFailed { error: MemberAnswer::Deposed, .. })));
     }
 
     #[test]
     fn answers_of_members_that_have_left_are_ignored() {
-        for read in [Ok(true), Ok(false), Err(Answer::Rotten), Err(Answer::Io)] {
-            let mut search = BlockSearch::after(member(1), block(), Answer::Rotten, &mut 0).unwrap();
+        for read in [Ok(true), Ok(false), Err(MemberAnswer::Rotten), Err(MemberAnswer::Io)] {
+            let mut search = BlockSearch::after(member(1), block(), MemberAnswer::Rotten, &mut 0).unwrap();
             assert!(!search.answered(member(2), false, read).unwrap());
             assert!(matches!(search.conclude(), Err(RebuildError::NotYet(SOURCE_HAS_LEFT))), "{read:?}");
         }
@@ -189,9 +194,9 @@ mod tests {
     #[test]
     fn a_source_that_reads_next_to_nothing_is_left_for_another_one_once() {
         let (mut unread, mut source) = (UNREAD_MAX, member(1));
-        BlockSearch::after(source, block(), Answer::Rotten, &mut unread).unwrap();
-        assert!(BlockSearch::after(source, block(), Answer::Io, &mut unread).is_err());
+        BlockSearch::after(source, block(), MemberAnswer::Rotten, &mut unread).unwrap();
+        assert!(BlockSearch::after(source, block(), MemberAnswer::Io, &mut unread).is_err());
         source.has_failed = true;
-        BlockSearch::after(source, block(), Answer::Io, &mut unread).unwrap();
+        BlockSearch::after(source, block(), MemberAnswer::Io, &mut unread).unwrap();
     }
 }

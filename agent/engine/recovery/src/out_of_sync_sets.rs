@@ -4,11 +4,11 @@ use shorthorn_types::{MarkRegions, Members, ReplicaId, ReplicaReport, View};
 use shorthorn_views::{lacks_room, out_of_sync_sets_to_forget};
 use shorthorn_wire::Welcome;
 
-use crate::link::Link;
+use crate::link::ReplicaLink;
 use crate::serving::{Address, KnownPeer, ServingEngine, members};
 
 /// Has a replica forget the out-of-sync sets of `gone`.
-pub(crate) async fn forget<L: Link>(link: &mut L, gone: &Members) -> Result<(), L::Error> {
+pub(crate) async fn forget<L: ReplicaLink>(link: &mut L, gone: &Members) -> Result<(), L::Error> {
     for replica in gone.iter() {
         link.mark(&MarkRegions::forget(replica)).await?;
     }
@@ -18,7 +18,7 @@ pub(crate) async fn forget<L: Link>(link: &mut L, gone: &Members) -> Result<(), 
 /// Makes a replica that has to store `target` delete out-of-sync sets that it does not need, if it has no
 /// room for more. Otherwise it could never again store a view that leaves a member out. `honoured` is the
 /// view that the start honours.
-pub(crate) async fn make_room<L: Link>(
+pub(crate) async fn make_room<L: ReplicaLink>(
     link: &mut L,
     (me, welcome): (ReplicaId, &Welcome),
     wanted: &Members,
@@ -41,7 +41,7 @@ pub(crate) async fn make_room<L: Link>(
 /// handshake tries again.
 pub async fn forget_in_vain<E: ServingEngine>(
     engine: &E,
-    link: &mut impl Link<Error = E::Error>,
+    link: &mut impl ReplicaLink<Error = E::Error>,
     welcome: &Welcome,
 ) -> Result<(), E::Error> {
     if welcome.tracks.is_empty() {

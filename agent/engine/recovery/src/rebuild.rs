@@ -18,7 +18,7 @@ pub use self::error::RebuildError;
 use self::error::describe;
 use self::missing_regions::MissingRegions;
 pub use self::source::Source;
-use crate::link::{Link, LinkError, regions_unless};
+use crate::link::{LinkError, ReplicaLink, regions_unless};
 use crate::offenders::BadSources;
 use crate::serving::{Address, KnownPeer, ServingEngine, members};
 
@@ -88,7 +88,7 @@ pub async fn rebuild<C: ReplicaRebuild>(
 ) -> Result<(), RebuildError<Error<C>>> {
     let (engine, me) = (rebuild_task.engine(), rebuild_task.peer());
     let peer = engine.peer(me).ok_or(RebuildError::Ended)?;
-    let attempt = Attempt { rebuild_task, engine, me, replica: peer.replica, bad_sources };
+    let attempt = RebuildAttempt { rebuild_task, engine, me, replica: peer.replica, bad_sources };
     let rebuilt = attempt.run(&peer).await;
     match &rebuilt {
         Ok(()) => bad_sources.clear(),
@@ -102,7 +102,7 @@ pub async fn rebuild<C: ReplicaRebuild>(
 }
 
 /// The state of one attempt. The replica may be given up at any time, and come back under another number.
-struct Attempt<'a, C: ReplicaRebuild> {
+struct RebuildAttempt<'a, C: ReplicaRebuild> {
     rebuild_task: &'a C,
     engine: &'a C::Engine,
     me: PeerIndex,
@@ -110,7 +110,7 @@ struct Attempt<'a, C: ReplicaRebuild> {
     bad_sources: &'a BadSources,
 }
 
-impl<C: ReplicaRebuild> Attempt<'_, C> {
+impl<C: ReplicaRebuild> RebuildAttempt<'_, C> {
     async fn run(&self, peer: &KnownPeer) -> Result<(), RebuildError<Error<C>>> {
         if !self.engine.is_disconnected(self.me) {
             return Err(RebuildError::NotYet("the previous connections are being closed"));
@@ -279,7 +279,7 @@ impl<C: ReplicaRebuild> Attempt<'_, C> {
     /// which the source has data beside. The volume had `size_before` bytes before the source was asked for
     /// its layers.
     ///
-    /// Until [`Attempt::hand_to_core`] has ended the copy, it counts as being rebuilt. Otherwise an
+    /// Until [`RebuildAttempt::hand_to_core`] has ended the copy, it counts as being rebuilt. Otherwise an
     /// incomplete out-of-sync set would pass for all that it lacks.
     async fn make_copy(
         &self,

@@ -4,7 +4,7 @@ use shorthorn_core::{EngineCore, Outputs, PeerIndex};
 use shorthorn_types::{Regions, ReplicaId, ReplicaReport, View};
 use shorthorn_wire::Welcome;
 
-use crate::link::{Link, LinkError};
+use crate::link::{LinkError, ReplicaLink};
 
 /// The knowledge of one replica that is kept beside the core.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +44,7 @@ pub trait ServingEngine {
     /// The reason why a replica has not done a request.
     type Error: LinkError;
     /// See [`ServingEngine::control`].
-    type Control<'a>: Link<Error = Self::Error>
+    type Control<'a>: ReplicaLink<Error = Self::Error>
     where
         Self: 'a;
 

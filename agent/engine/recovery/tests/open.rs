@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
 use shorthorn_recovery::{
-    Grant, Link, LinkError, NotOpen, Offenders, OpenRequest, Opened, OpeningEngine, Proposal, Reached,
+    Grant, LinkError, NotOpen, Offenders, OpenRequest, Opened, OpeningEngine, Proposal, Reached, ReplicaLink,
     conclude, propose_to,
 };
 use shorthorn_types::{
@@ -72,7 +72,7 @@ impl Replica {
     }
 }
 
-impl Link for Replica {
+impl ReplicaLink for Replica {
     type Error = Broken;
 
     async fn propose(&mut self, _: View, _: &ReplicaReport) -> Result<(), Broken> {

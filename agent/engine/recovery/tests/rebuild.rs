@@ -11,7 +11,7 @@ use shorthorn_core::{
     PeerState,
 };
 use shorthorn_recovery::{
-    Address, BadSources, KnownPeer, Link, LinkError, PendingView, RebuildError, ReplicaRebuild,
+    Address, BadSources, KnownPeer, LinkError, PendingView, RebuildError, ReplicaLink, ReplicaRebuild,
     ServingEngine, Source,
 };
 use shorthorn_types::{
@@ -238,7 +238,7 @@ impl Control<'_> {
     }
 }
 
-impl Link for Control<'_> {
+impl ReplicaLink for Control<'_> {
     type Error = Gone;
 
     async fn propose(&mut self, _: View, _: &ReplicaReport) -> Result<(), Gone> {

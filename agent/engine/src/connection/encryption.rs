@@ -8,7 +8,7 @@ use shorthorn_tls::{EngineTls, RECORD_HEADER_BYTES, TlsError, prepare_kernel};
 use shorthorn_wire::{Challenge, HEADER_BYTES, Header, Opcode, Refusal, decode_text};
 use thiserror::Error;
 
-use super::{ConnectError, ReplicaConnection, Stream};
+use super::{ConnectError, ReplicaConnection, ReplicaSocket};
 
 /// The reason why a connection was not encrypted. Nothing of the volume has been sent.
 #[derive(Debug, Error)]
@@ -31,7 +31,7 @@ impl ReplicaConnection {
     /// Has the connection encrypted before the hello, unless it is a Unix socket, which does not leave the
     /// host.
     pub fn require_encryption(&mut self, is_required: bool) {
-        self.is_to_encrypt = is_required && matches!(self.stream, Stream::Tcp(_));
+        self.is_to_encrypt = is_required && matches!(self.stream, ReplicaSocket::Tcp(_));
     }
 
     /// Encrypts the connection, within the time of one step.
@@ -44,14 +44,14 @@ impl ReplicaConnection {
     }
 
     fn exchange_keys(&mut self, secret: &Secret) -> Result<(), ConnectError> {
-        let Stream::Tcp(stream) = &self.stream else { return Ok(()) };
+        let ReplicaSocket::Tcp(stream) = &self.stream else { return Ok(()) };
         prepare_kernel(stream).map_err(EncryptionError::Tls)?;
         let tls = EngineTls::new(secret).map_err(EncryptionError::Tls)?;
         let keys = match tls.handshake(&mut InTime(self)) {
             Err(TlsError::NotTls(start)) => return Err(self.declined(start).into()),
             other => other.map_err(EncryptionError::Tls)?,
         };
-        let Stream::Tcp(stream) = &self.stream else { return Ok(()) };
+        let ReplicaSocket::Tcp(stream) = &self.stream else { return Ok(()) };
         Ok(keys.give_to_kernel(stream).map_err(EncryptionError::Tls)?)
     }
 

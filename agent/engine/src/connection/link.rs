@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use shorthorn_recovery::{Link, LinkError};
+use shorthorn_recovery::{LinkError, ReplicaLink};
 use shorthorn_types::{Errno, Generation, MarkRegions, RegionsOf, View};
 use shorthorn_wire::{
     CopyEnd, CopyState, ExpandReplica, ExtentsPage, ExtentsQuery, LayerList, Opcode, RegionsPage,
@@ -41,7 +41,7 @@ impl LinkError for ConnectError {
 }
 
 /// Each of these blocks until the answer has arrived, or its time is over.
-impl Link for ReplicaConnection {
+impl ReplicaLink for ReplicaConnection {
     type Error = ConnectError;
 
     async fn propose(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), ConnectError> {

@@ -1,6 +1,6 @@
 use std::thread;
 
-use shorthorn_recovery::{Link, LinkError};
+use shorthorn_recovery::{LinkError, ReplicaLink};
 use shorthorn_types::{Members, RegionsOf, ReplicaId, View, ViewId};
 use shorthorn_wire::{Extent, RegionsPage, RegionsQuery, ReplicaReport, WireLayer};
 
@@ -13,7 +13,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 fn pair(timeout: Duration) -> (ReplicaConnection, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    (ReplicaConnection::new(Stream::Unix(ours), timeout).unwrap(), theirs)
+    (ReplicaConnection::new(ReplicaSocket::Unix(ours), timeout).unwrap(), theirs)
 }
 
 #[test]
@@ -236,7 +236,7 @@ fn an_answer_in_two_parts_leaves_the_time_for_the_next() {
     let mut data = [0; 8];
     connection.read_all(&mut data).unwrap();
     let _theirs = rest.join().unwrap();
-    let Stream::Unix(stream) = &connection.stream else { unreachable!() };
+    let ReplicaSocket::Unix(stream) = &connection.stream else { unreachable!() };
     assert_eq!((data, stream.read_timeout().unwrap()), ([1; 8], Some(LIMIT)));
 }
 

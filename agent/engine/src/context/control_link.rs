@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use shorthorn_core::PeerIndex;
-use shorthorn_recovery::{Address, Link, forget_in_vain};
+use shorthorn_recovery::{Address, ReplicaLink, forget_in_vain};
 use shorthorn_types::{MarkRegions, ReplicaReport, View};
 use shorthorn_wire::{
     CONTROL_QUEUE, CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery, Welcome,
@@ -108,7 +108,7 @@ pub struct ControlLink<'a> {
     pub to: Address,
 }
 
-impl Link for ControlLink<'_> {
+impl ReplicaLink for ControlLink<'_> {
     type Error = ConnectError;
 
     async fn propose(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), ConnectError> {

@@ -14,14 +14,14 @@ use differences::Differences;
 pub(super) struct Scrubs<S> {
     /// The number of scrubs so far, which is the number of the current scrub.
     count: u64,
-    step: ScrubStep<S>,
+    phase: ScrubPhase<S>,
     /// Differences of the current scrub that are not logged yet.
     differences: Differences,
 }
 
-/// The step of the current scrub.
+/// The phase of the current scrub.
 #[derive(Debug)]
-enum ScrubStep<S> {
+enum ScrubPhase<S> {
     /// No scrub is running.
     Idle,
     /// The snapshots are compared. The scrub of the volume follows with `config`.
@@ -32,17 +32,17 @@ enum ScrubStep<S> {
 
 impl<S> Scrubs<S> {
     pub fn new() -> Scrubs<S> {
-        Scrubs { count: 0, step: ScrubStep::Idle, differences: Differences::default() }
+        Scrubs { count: 0, phase: ScrubPhase::Idle, differences: Differences::default() }
     }
 
     /// Returns true from the start of a scrub until it has compared everything or is stopped.
     pub fn is_running(&self) -> bool {
-        !matches!(self.step, ScrubStep::Idle)
+        !matches!(self.phase, ScrubPhase::Idle)
     }
 
     /// Stops the current scrub, if any. Events that it has sent already do not count.
     pub fn stop(&mut self) {
-        self.step = ScrubStep::Idle;
+        self.phase = ScrubPhase::Idle;
     }
 
     /// Returns the number of the scrub that [`Scrubs::start`] starts.
@@ -54,27 +54,27 @@ impl<S> Scrubs<S> {
     /// volume follows with `config`.
     pub fn start(&mut self, scrub: S, config: ScrubConfig) {
         self.count += 1;
-        self.step = ScrubStep::Snapshots { _scrub: scrub, config };
+        self.phase = ScrubPhase::Snapshots { _scrub: scrub, config };
     }
 
     /// Returns true if scrub `number` is the current one and compares the snapshots.
     pub fn compares_snapshots(&self, number: u64) -> bool {
-        number == self.count && matches!(self.step, ScrubStep::Snapshots { .. })
+        number == self.count && matches!(self.phase, ScrubPhase::Snapshots { .. })
     }
 
     /// Continues with the volume after the snapshots. Returns the settings for that, and none if the current
     /// scrub does not compare snapshots.
     pub fn begin_volume(&mut self) -> Option<ScrubConfig> {
-        let ScrubStep::Snapshots { config, .. } = self.step else { return None };
-        self.step = ScrubStep::Volume;
+        let ScrubPhase::Snapshots { config, .. } = self.phase else { return None };
+        self.phase = ScrubPhase::Volume;
         Some(config)
     }
 
     /// Ends the current scrub if it compares the volume. Returns false for the end of one that was stopped.
     pub fn end_volume(&mut self) -> bool {
-        let is_current = matches!(self.step, ScrubStep::Volume);
+        let is_current = matches!(self.phase, ScrubPhase::Volume);
         if is_current {
-            self.step = ScrubStep::Idle;
+            self.phase = ScrubPhase::Idle;
         }
         is_current
     }

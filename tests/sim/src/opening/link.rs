@@ -1,6 +1,6 @@
-//! Simulated connections as [`shorthorn_recovery::Link`].
+//! Simulated connections as [`shorthorn_recovery::ReplicaLink`].
 
-use shorthorn_recovery::{Address, Link, LinkError, SizeMismatch};
+use shorthorn_recovery::{Address, LinkError, ReplicaLink, SizeMismatch};
 use shorthorn_types::{Errno, Generation, MarkRegions, ReplicaReport, View};
 use shorthorn_wire::{CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery};
 
@@ -127,7 +127,7 @@ impl<T: Asks> Via<T> {
     }
 }
 
-impl<T: Asks> Link for Via<T> {
+impl<T: Asks> ReplicaLink for Via<T> {
     type Error = CallError;
 
     async fn propose(&mut self, view: View, honoured: &ReplicaReport) -> Result<(), CallError> {
