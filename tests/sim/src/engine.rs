@@ -27,7 +27,7 @@ pub const FLIGHT_LIMITS: FlightLimits = FlightLimits { bytes: 256 << 10, request
 
 /// The state that a host keeps from one engine process to the next.
 #[derive(Debug, Default)]
-pub struct Host {
+pub struct HostState {
     /// The generation that was used last: of the state file.
     pub generation: Generation,
     /// The newest grant that was received: of the state file.

@@ -10,7 +10,7 @@ use crate::Sabotage;
 use crate::checker::Id;
 use crate::disk::BLOCK_SECTORS;
 use crate::engine::{DEPTH, EngineProc, index};
-use crate::net::{Answer, ConnId, Message};
+use crate::net::{ConnId, NetMessage, ReplicaAnswer};
 use crate::occurrence::{Mend, Occurrence};
 use crate::simulation::Simulation;
 
@@ -85,7 +85,7 @@ impl Simulation {
             if rng.bool() {
                 self.lose_suffix(conn, rng);
             }
-            self.send(conn, true, Message::Close);
+            self.send(conn, true, NetMessage::Close);
             self.engine_end_is_closed(conn);
         }
         self.engines.remove(&id);
@@ -185,7 +185,7 @@ impl Simulation {
         let Some(process) = self.engines.get_mut(&engine) else { return };
         let Some((peer, queue)) = process.link_of(conn) else { return };
         process.links[peer][usize::from(queue)] = None;
-        self.send(conn, true, Message::Close);
+        self.send(conn, true, NetMessage::Close);
         self.engine_end_is_closed(conn);
         let peer = index(peer);
         self.stop_waiting_for(engine, peer, queue);
@@ -194,7 +194,7 @@ impl Simulation {
     }
 
     /// Handles the arrival of an answer at its engine.
-    pub fn answered(&mut self, id: ConnId, number: u64, answer: Answer) {
+    pub fn answered(&mut self, id: ConnId, number: u64, answer: ReplicaAnswer) {
         if let Some(call) = self.calls.get_mut(&(id, number)) {
             *call = Some(answer);
             if let Some(engine) = self.conns.get(&id).map(|conn| conn.engine) {
@@ -206,20 +206,20 @@ impl Simulation {
         let Some(process) = self.engines.get(&engine) else { return };
         let Some((peer, queue)) = process.link_of(id) else { return };
         let peer = index(peer);
-        if let Answer::Deposed(holder) = answer {
+        if let ReplicaAnswer::Deposed(holder) = answer {
             return self.depose(engine, holder);
         }
         let outcome = match &answer {
-            Answer::Error(errno) => Err(*errno),
+            ReplicaAnswer::Error(errno) => Err(*errno),
             _ => Ok(()),
         };
         match number & ID_KIND {
             ID_PING => {
                 let event = match answer {
-                    Answer::Pong { free_mib } => Event::Pong { peer, queue, free_mib: Some(free_mib) },
+                    ReplicaAnswer::Pong { free_mib } => Event::Pong { peer, queue, free_mib: Some(free_mib) },
                     answer => {
                         self.count("error: ping");
-                        let errno = if let Answer::Error(errno) = answer { errno } else { Errno::IO };
+                        let errno = if let ReplicaAnswer::Error(errno) = answer { errno } else { Errno::IO };
                         Event::PingFailed { peer, queue, errno }
                     }
                 };
@@ -249,14 +249,14 @@ impl Simulation {
         engine: u64,
         peer: PeerIndex,
         slot: SlotId,
-        answer: Answer,
+        answer: ReplicaAnswer,
         mut outcome: Result<(), Errno>,
     ) {
         if self.is_lied_about(engine, peer, slot, &mut outcome) {
             return;
         }
         let event = match answer {
-            Answer::Data(data) => {
+            ReplicaAnswer::Data(data) => {
                 let Some(process) = self.engines.get_mut(&engine) else { return };
                 let at = process.read_to.get(&key(slot)).copied().unwrap_or(0);
                 process.buffer(slot)[at..at + data.len()].copy_from_slice(&data);
@@ -266,7 +266,7 @@ impl Simulation {
                     Event::Reply { peer, slot, outcome }
                 }
             }
-            Answer::Check(check) => {
+            ReplicaAnswer::Check(check) => {
                 Event::Verified { peer, slot, outcome: Ok(VolumeCheck::unconfirmed(check)) }
             }
             _ => Event::Reply { peer, slot, outcome },

@@ -31,7 +31,7 @@ pub enum Fault {
     FillDisk { victim: usize, partial: bool, pages: bool, for_us: u64 },
     /// A disk reports errors; with `partial` some blocks of a modification have changed all the same. A
     /// replica that ends by that is started again after `for_us`.
-    BreakDisk { victim: usize, what: Broken, times: u32, partial: bool, for_us: u64 },
+    BreakDisk { victim: usize, what: FaultyOperation, times: u32, partial: bool, for_us: u64 },
     /// For a while the process of a replica lies. It welcomes engines, and reads and writes.
     Lie { victim: usize, at: LieAt, for_us: u64 },
     /// A disk takes up to `by_us` longer for a while; its process answers as ever.
@@ -83,7 +83,7 @@ pub enum Fault {
 /// An operation that a disk fails, or an answer in which its process lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Broken {
+pub enum FaultyOperation {
     /// Writes, discards and zeroes.
     Write,
     /// Flushes.
@@ -121,21 +121,21 @@ pub enum LieAt {
     Blocks,
 }
 
-impl Broken {
+impl FaultyOperation {
     /// Returns the name under which an error is counted.
     pub fn name(self) -> &'static str {
         match self {
-            Broken::Write => "error: write",
-            Broken::Flush => "error: flush",
-            Broken::Read => "error: read",
-            Broken::Verify => "error: verify",
-            Broken::SnapshotBlock => "error: block of a snapshot",
-            Broken::State => "error: state",
-            Broken::Page => "error: page",
-            Broken::LossRecord => "error: loss record",
-            Broken::Answer => "lie: an error where all is done",
-            Broken::Regions => "lie: regions that cannot be",
-            Broken::Extents => "lie: extents that cannot be",
+            FaultyOperation::Write => "error: write",
+            FaultyOperation::Flush => "error: flush",
+            FaultyOperation::Read => "error: read",
+            FaultyOperation::Verify => "error: verify",
+            FaultyOperation::SnapshotBlock => "error: block of a snapshot",
+            FaultyOperation::State => "error: state",
+            FaultyOperation::Page => "error: page",
+            FaultyOperation::LossRecord => "error: loss record",
+            FaultyOperation::Answer => "lie: an error where all is done",
+            FaultyOperation::Regions => "lie: regions that cannot be",
+            FaultyOperation::Extents => "lie: extents that cannot be",
         }
     }
 }
@@ -143,7 +143,7 @@ impl Broken {
 /// The faults to choose from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
-pub enum Kind {
+pub enum FaultKind {
     KillReplica,
     CutPower,
     KillEngine,

@@ -143,7 +143,7 @@ pub enum Sabotage {
 
 /// The options of running a script.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Options {
+pub struct RunOptions {
     /// True to write a log.
     pub trace: bool,
     /// The part of the protocol to leave out.
@@ -152,7 +152,7 @@ pub struct Options {
 
 /// The result of a run.
 #[derive(Debug)]
-pub struct Outcome {
+pub struct ScriptResult {
     /// The violated rule; none if the run has passed.
     pub violation: Option<String>,
     /// The number of occurrences of each event.
@@ -288,7 +288,7 @@ const PATIENCE_US: u64 = 8_000_000;
 
 /// Runs a script.
 #[must_use]
-pub fn run(script: &Script, options: Options) -> Outcome {
+pub fn run(script: &Script, options: RunOptions) -> ScriptResult {
     let sim = Rc::new(RefCell::new(make_simulation(script, options)));
     let mut tasks = Tasks::default();
     sim.borrow_mut().schedule(script);
@@ -326,7 +326,7 @@ pub fn run(script: &Script, options: Options) -> Outcome {
     }
     let done = sim.guest.done;
     sim.counts.insert("requests", done);
-    Outcome {
+    ScriptResult {
         violation: sim.violation.take(),
         counts: std::mem::take(&mut sim.counts),
         log: std::mem::take(&mut sim.log),
@@ -376,7 +376,7 @@ fn order_scrub(sim: &Rc<RefCell<Simulation>>) -> bool {
     sim.order_scrub(engine, 0, scrub)
 }
 
-fn make_simulation(script: &Script, options: Options) -> Simulation {
+fn make_simulation(script: &Script, options: RunOptions) -> Simulation {
     let mut rng = Rng::with_seed(script.seed ^ 0x6461_7461);
     let size_bytes = Regions::of(1 << 20).region_bytes() * REGIONS + 4096 * script.odd_blocks;
     let ids: Vec<ReplicaId> = (1..=script.replicas.max(1)).map(|n| ReplicaId::from_random(n * 7)).collect();

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Parser;
-use shorthorn_sim::{COVERED, Options, Outcome, Sabotage, Script, run, shrink};
+use shorthorn_sim::{COVERED, RunOptions, Sabotage, Script, ScriptResult, run, shrink};
 
 /// Simulates a volume under faults. Shrinks each failing run and prints it as a script that replays it.
 #[derive(Clone, Debug, Parser)]
@@ -84,8 +84,8 @@ impl Progress {
 
     /// Runs a script; prints its problem, if any.
     fn judge(&self, name: &str, script: &Script, counts: &mut Counts) {
-        let options = Options { trace: self.args.trace, sabotage: self.args.sabotage };
-        let Outcome { violation, counts: new, log } = run(script, options);
+        let options = RunOptions { trace: self.args.trace, sabotage: self.args.sabotage };
+        let ScriptResult { violation, counts: new, log } = run(script, options);
         log.iter().for_each(|line| println!("{line}"));
         for (what, count) in new {
             *counts.entry(what).or_insert(0) += count;

@@ -82,7 +82,7 @@ pub type RottenBlock = (u64, Block);
 
 /// An answer of a replica.
 #[derive(Clone, Debug)]
-pub enum Answer {
+pub enum ReplicaAnswer {
     /// The request is done, without data.
     Done,
     /// To a PING: the space on the disk.
@@ -113,11 +113,11 @@ pub enum Answer {
 
 /// A message on its way.
 #[derive(Clone, Debug)]
-pub enum Message {
+pub enum NetMessage {
     /// A request to the replica, with its number.
     Ask(u64, Box<Ask>),
     /// To the engine: number of the request, and the answer.
-    Answer(u64, Box<Answer>),
+    Answer(u64, Box<ReplicaAnswer>),
     /// The other end has closed.
     Close,
 }
@@ -134,7 +134,7 @@ pub struct Direction {
     /// From this one on they are lost.
     pub lost_from: Option<u64>,
     /// Messages that are held back, in order.
-    pub held: VecDeque<Message>,
+    pub held: VecDeque<NetMessage>,
 }
 
 /// A connection: it keeps the order in each direction.

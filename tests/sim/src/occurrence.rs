@@ -3,16 +3,16 @@
 use shorthorn_types::View;
 
 use crate::faults::LieAt;
-use crate::net::{ConnId, Message};
+use crate::net::{ConnId, NetMessage};
 use crate::script::Strike;
 
 /// An occurrence at a point in time.
 #[derive(Debug)]
 pub enum Occurrence {
     /// A message arrives at a host; `number` counts those of its connection and direction.
-    Deliver { conn: ConnId, to_replica: bool, number: u64, message: Message },
+    Deliver { conn: ConnId, to_replica: bool, number: u64, message: NetMessage },
     /// A process takes a message.
-    Take { conn: ConnId, to_replica: bool, message: Message },
+    Take { conn: ConnId, to_replica: bool, message: NetMessage },
     /// A disk has completed a request.
     DiskDone { replica: usize, boot: u64, op: u64 },
     /// A disk has written a page of a set of regions.

@@ -25,11 +25,11 @@ use crate::engine::{
     COPY_SLOTS, DEPTH, FLIGHT_LIMITS, LATE_LIMIT_MS, REPLICA_TIMEOUT_MS, index, verifies_reads,
 };
 use crate::engine_shell::ID_CALL;
-use crate::net::{Answer, Ask, ConnId, Message};
+use crate::net::{Ask, ConnId, NetMessage, ReplicaAnswer};
 use crate::occurrence::Occurrence;
 use crate::simulation::Simulation;
 use crate::tasks::{all, until};
-use attempt::{Attempt, Connections};
+use attempt::{MemberConnections, OpenAttempt};
 use link::{CallError, Via, Wire};
 
 /// The simulation, for tasks.
@@ -50,14 +50,14 @@ const MEMBER_LIMIT_MS: u64 = 3000;
 
 /// An engine process, for its tasks.
 #[derive(Clone)]
-struct Process {
+struct EngineHandle {
     sim: Sim,
     engine: u64,
 }
 
 /// Runs all tasks of an engine process besides serving.
 pub async fn live(sim: Sim, engine: u64) {
-    let process = Process { sim, engine };
+    let process = EngineHandle { sim, engine };
     process.open_patiently().await;
     let mut tasks: Vec<Pin<Box<dyn Future<Output = ()> + '_>>> = vec![Box::pin(process.follow())];
     for peer in 0..shorthorn_types::limits::MAX_MEMBERS {
@@ -66,7 +66,7 @@ pub async fn live(sim: Sim, engine: u64) {
     all(tasks).await;
 }
 
-impl Process {
+impl EngineHandle {
     async fn sleep(&self, us: u64) {
         let end = {
             let mut sim = self.sim.borrow_mut();
@@ -77,12 +77,12 @@ impl Process {
     }
 
     /// Asks a replica, and waits for the answer until the connection breaks or the time is over.
-    async fn call(&self, conn: ConnId, ask: Ask, limit_us: u64) -> Result<Answer, CallError> {
+    async fn call(&self, conn: ConnId, ask: Ask, limit_us: u64) -> Result<ReplicaAnswer, CallError> {
         let (key, end) = {
             let mut sim = self.sim.borrow_mut();
             let number = ID_CALL | sim.fresh();
             sim.calls.insert((conn, number), None);
-            sim.send(conn, true, Message::Ask(number, Box::new(ask)));
+            sim.send(conn, true, NetMessage::Ask(number, Box::new(ask)));
             sim.after(limit_us, Occurrence::Wake { engine: self.engine });
             ((conn, number), sim.now + limit_us)
         };
@@ -97,8 +97,8 @@ impl Process {
         .await;
         self.sim.borrow_mut().calls.remove(&key);
         match answer {
-            Some(Answer::Deposed(holder)) => Err(CallError::Deposed(holder)),
-            Some(Answer::Error(errno)) => Err(CallError::Refused(errno)),
+            Some(ReplicaAnswer::Deposed(holder)) => Err(CallError::Deposed(holder)),
+            Some(ReplicaAnswer::Error(errno)) => Err(CallError::Refused(errno)),
             Some(answer) => Ok(answer),
             None => Err(CallError::Broken),
         }
@@ -108,7 +108,7 @@ impl Process {
         // It cannot be borrowed when the simulation ends: then nothing is left to close.
         let Ok(mut sim) = self.sim.try_borrow_mut() else { return };
         if sim.conns.get(&conn).is_some_and(|conn| conn.engine_open) {
-            sim.send(conn, true, Message::Close);
+            sim.send(conn, true, NetMessage::Close);
             sim.close_at_engine(conn, "not needed");
         }
     }
@@ -123,7 +123,7 @@ impl Process {
         };
         let mut link = Via(Wire { process: self.clone(), conn });
         let answer = self.call(conn, Ask::Hello(generation, queue), CALL_TIMEOUT_US).await?;
-        let Answer::Welcome(mut welcome) = answer else { return Err(CallError::Broken) };
+        let ReplicaAnswer::Welcome(mut welcome) = answer else { return Err(CallError::Broken) };
         let fits = shorthorn_recovery::fit(&mut link, &mut welcome, self.size_bytes()).await;
         fits.map_err(CallError::from)?;
         if self.sim.borrow().options.sabotage == Some(Sabotage::NoStamps) {
@@ -212,7 +212,7 @@ impl Process {
     async fn attempt_to_open(
         &self,
         offenders: &mut Offenders,
-    ) -> Result<(Opened<Connections>, OpenRequest, bool), NotOpen<()>> {
+    ) -> Result<(Opened<MemberConnections>, OpenRequest, bool), NotOpen<()>> {
         let request = {
             let sim = self.sim.borrow();
             let engine = sim.engines.get(&self.engine).ok_or(NotOpen::Stopped(()))?;
@@ -226,7 +226,7 @@ impl Process {
                 member_limit_ms: MEMBER_LIMIT_MS,
             }
         };
-        let mut attempt = Attempt::new(self.clone(), request.replicas.clone());
+        let mut attempt = OpenAttempt::new(self.clone(), request.replicas.clone());
         let opened = open(&mut attempt, &request, offenders).await?;
         if attempt.leaves_out {
             self.sim.borrow_mut().count("starts without an offender");
@@ -260,7 +260,7 @@ impl Process {
         host.lost_writes |= host.was_live;
     }
 
-    fn config(&self, opened: &Opened<Connections>, request: &OpenRequest) -> CoreConfig {
+    fn config(&self, opened: &Opened<MemberConnections>, request: &OpenRequest) -> CoreConfig {
         let sim = self.sim.borrow();
         let host = sim.engines.get(&self.engine).map(|process| process.host);
         let is_sabotaged = sim.options.sabotage == Some(Sabotage::NoResync);
@@ -292,7 +292,7 @@ impl Process {
     }
 
     /// Serves the volume. `lost_writes`: the members had lost writes when the volume was opened.
-    fn serve(&self, opened: Opened<Connections>, request: &OpenRequest, lost_writes: bool) {
+    fn serve(&self, opened: Opened<MemberConnections>, request: &OpenRequest, lost_writes: bool) {
         let config = self.config(&opened, request);
         let Opened { last_view, connections: links, is_out_of_sync_complete: is_complete, runs, .. } = opened;
         let mut sim = self.sim.borrow_mut();
@@ -401,7 +401,7 @@ impl Process {
     }
 }
 
-impl Process {
+impl EngineHandle {
     /// Has a replica mark the view as committed; connects all queues to a member. Fails with the replica.
     async fn connect_member(
         &self,

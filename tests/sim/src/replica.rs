@@ -23,7 +23,7 @@ pub use self::sums::Summing;
 use crate::Sabotage;
 use crate::checker::{Id, Micros, ROT};
 use crate::disk::{BLOCK_SECTORS, Block, Files};
-use crate::faults::{Broken, LieAt};
+use crate::faults::{FaultyOperation, LieAt};
 use crate::net::{Ask, ConnId};
 use crate::occurrence::Occurrence;
 use crate::script::Layout;
@@ -89,7 +89,7 @@ pub struct Replica {
     /// The additional time of the disk.
     pub slow_by_us: Micros,
     /// Errors to come.
-    pub broken: BTreeMap<Broken, u32>,
+    pub broken: BTreeMap<FaultyOperation, u32>,
     /// The lies of its process, and the number of the fault.
     pub lies: BTreeMap<LieAt, u64>,
     /// The time after a failure at which it is started again.
@@ -230,7 +230,7 @@ impl Replica {
     }
 
     /// Returns true if the disk fails at this, this time.
-    pub fn takes_error(&mut self, what: Broken) -> bool {
+    pub fn takes_error(&mut self, what: FaultyOperation) -> bool {
         takes_error(&mut self.broken, what)
     }
 

@@ -20,9 +20,9 @@ use shorthorn_wire::{LayerList, RegionsQuery};
 
 use crate::Sabotage;
 use crate::checker::{Micros, has_rot};
-use crate::faults::{Broken, LieAt};
+use crate::faults::{FaultyOperation, LieAt};
 use crate::guest::sectors;
-use crate::net::{Answer, Ask, ConnId, Message};
+use crate::net::{Ask, ConnId, NetMessage, ReplicaAnswer};
 use crate::occurrence::{Mend, Occurrence};
 use crate::replica::{Op, Replica, Summing, block_numbers, block_range, modified};
 use crate::simulation::Simulation;
@@ -37,9 +37,9 @@ impl Simulation {
         if replica.slow_by_us > 0 { base + replica.rng.u64(0..replica.slow_by_us) } else { base }
     }
 
-    pub(super) fn answer(&mut self, conn: ConnId, number: u64, answer: Answer) {
+    pub(super) fn answer(&mut self, conn: ConnId, number: u64, answer: ReplicaAnswer) {
         if self.conns.get(&conn).is_some_and(|conn| conn.replica_open) {
-            self.send(conn, false, Message::Answer(number, Box::new(answer)));
+            self.send(conn, false, NetMessage::Answer(number, Box::new(answer)));
         }
     }
 
@@ -59,7 +59,7 @@ impl Simulation {
             return self.end_at_replica(id);
         }
         if replica.failed {
-            let answer = Answer::Error(Errno::IO);
+            let answer = ReplicaAnswer::Error(Errno::IO);
             self.look_at_check(at, id, &ask, &answer);
             return self.answer(id, number, answer);
         }
@@ -67,8 +67,8 @@ impl Simulation {
     }
 
     /// Records that a check of the engine finds a difference, because the replica cannot read its data.
-    fn look_at_check(&mut self, at: usize, id: ConnId, ask: &Ask, answer: &Answer) {
-        if let (Ask::Verify(_), Answer::Error(_), Some(conn)) = (ask, answer, self.conns.get(&id)) {
+    fn look_at_check(&mut self, at: usize, id: ConnId, ask: &Ask, answer: &ReplicaAnswer) {
+        if let (Ask::Verify(_), ReplicaAnswer::Error(_), Some(conn)) = (ask, answer, self.conns.get(&id)) {
             *self.failed_checks.entry((at, conn.engine)).or_default() += 1;
         }
     }
@@ -77,7 +77,7 @@ impl Simulation {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         let at = conn.replica;
         if std::mem::replace(&mut conn.replica_open, false) {
-            self.send(id, false, Message::Close);
+            self.send(id, false, NetMessage::Close);
         }
         self.advance_connections(at);
     }
@@ -100,7 +100,7 @@ impl Simulation {
             return self.end_at_replica(id);
         }
         let fenced = replica.change(|state, disk| state.fence(disk, queue_id.generation));
-        self.look_at_failure(at, Broken::State);
+        self.look_at_failure(at, FaultyOperation::State);
         match fenced {
             Err(Errno::NOT_PERMITTED) => return self.refuse_older(at, id, number),
             Err(_) => return self.end_at_replica(id),
@@ -126,7 +126,7 @@ impl Simulation {
 
     fn refuse_older(&mut self, at: usize, id: ConnId, number: u64) {
         let holder = self.replicas[at].state.views().generation();
-        self.answer(id, number, Answer::Deposed(holder));
+        self.answer(id, number, ReplicaAnswer::Deposed(holder));
         self.end_at_replica(id);
     }
 
@@ -154,7 +154,7 @@ impl Simulation {
             let replica = &mut self.replicas[at];
             let welcome = replica.welcome();
             replica.admission.open(id, queue_id);
-            self.answer(id, number, Answer::Welcome(Box::new(welcome)));
+            self.answer(id, number, ReplicaAnswer::Welcome(Box::new(welcome)));
         }
     }
 
@@ -162,7 +162,7 @@ impl Simulation {
         if let Some(range) = modified(&op.ask) {
             let is_repair = match self.prepare_sums(at, &op.ask, range) {
                 Ok(is_repair) => is_repair,
-                Err(errno) => return self.answer(op.conn, op.number, Answer::Error(errno)),
+                Err(errno) => return self.answer(op.conn, op.number, ReplicaAnswer::Error(errno)),
             };
             let sabotaged = self.options.sabotage == Some(Sabotage::NoIntent);
             if !sabotaged {
@@ -195,7 +195,7 @@ impl Simulation {
             }
             Ask::Ping => {
                 let free_mib = self.replicas[at].free_mib();
-                self.answer(op.conn, op.number, Answer::Pong { free_mib });
+                self.answer(op.conn, op.number, ReplicaAnswer::Pong { free_mib });
             }
             _ => self.give_to_disk(at, op),
         }
@@ -231,7 +231,7 @@ impl Simulation {
         let replica = &mut self.replicas[at];
         if replica.failed {
             // The kernel may have done it all the same.
-            answer = Answer::Error(Errno::IO);
+            answer = ReplicaAnswer::Error(Errno::IO);
         }
         self.look_at_check(at, op.conn, &op.ask, &answer);
         if let Some(range) = modified(&op.ask) {
@@ -244,12 +244,12 @@ impl Simulation {
             });
         }
         // A check that fails without need says nothing about the volume.
-        let may_lie = !matches!(answer, Answer::Error(_)) && !matches!(op.ask, Ask::Verify(_));
-        if may_lie && self.replicas[at].takes_error(Broken::Answer) {
-            answer = Answer::Error(Errno::IO);
-            self.count(Broken::Answer.name());
+        let may_lie = !matches!(answer, ReplicaAnswer::Error(_)) && !matches!(op.ask, Ask::Verify(_));
+        if may_lie && self.replicas[at].takes_error(FaultyOperation::Answer) {
+            answer = ReplicaAnswer::Error(Errno::IO);
+            self.count(FaultyOperation::Answer.name());
         }
-        if matches!(answer, Answer::Error(Errno::NO_SPACE)) {
+        if matches!(answer, ReplicaAnswer::Error(Errno::NO_SPACE)) {
             self.count("error: no space");
         }
         self.answer(op.conn, op.number, answer);
@@ -257,10 +257,10 @@ impl Simulation {
     }
 
     /// Checks that exactly the rotten blocks are reported, and that no copy sends them.
-    fn look_at_rot(&mut self, at: usize, ask: &Ask, answer: &Answer) {
+    fn look_at_rot(&mut self, at: usize, ask: &Ask, answer: &ReplicaAnswer) {
         let replica = &self.replicas[at];
         let wrong = match (ask, answer) {
-            (Ask::CheckedRead(range) | Ask::Verify(range), Answer::Error(Errno::ROTTEN)) => {
+            (Ask::CheckedRead(range) | Ask::Verify(range), ReplicaAnswer::Error(Errno::ROTTEN)) => {
                 let reported = replica.rotten_blocks(*range);
                 reported
                     .into_iter()
@@ -276,13 +276,17 @@ impl Simulation {
             }
             _ => None,
         };
-        if let (Ask::CheckedRead(range) | Ask::Verify(range), Answer::Data(_) | Answer::Check(_)) =
-            (ask, answer)
+        if let (
+            Ask::CheckedRead(range) | Ask::Verify(range),
+            ReplicaAnswer::Data(_) | ReplicaAnswer::Check(_),
+        ) = (ask, answer)
         {
             let replica = &mut self.replicas[at];
             block_numbers(*range).for_each(|block| replica.known_rot.found_sound(block));
         }
-        if let (Ask::CheckedRead(range) | Ask::Verify(range), Answer::Error(Errno::ROTTEN)) = (ask, answer) {
+        if let (Ask::CheckedRead(range) | Ask::Verify(range), ReplicaAnswer::Error(Errno::ROTTEN)) =
+            (ask, answer)
+        {
             self.count("rot reported");
             let sabotage = self.options.sabotage;
             let replica = &mut self.replicas[at];
@@ -300,9 +304,9 @@ impl Simulation {
     }
 
     /// Counts an error of the disk. After all errors except for those of reads, nothing is served any more.
-    fn continue_after(&mut self, at: usize, error: Option<Broken>) {
+    fn continue_after(&mut self, at: usize, error: Option<FaultyOperation>) {
         let Some(error) = error else { return };
-        if matches!(error, Broken::Read | Broken::Verify) || self.replicas[at].failed {
+        if matches!(error, FaultyOperation::Read | FaultyOperation::Verify) || self.replicas[at].failed {
             return self.count(error.name());
         }
         self.replicas[at].change(|state, disk| state.fail(disk, error.name().to_owned()));
@@ -310,7 +314,7 @@ impl Simulation {
     }
 
     /// Gives waiting requests up, and restarts the replica later, if it has failed just now.
-    pub(super) fn look_at_failure(&mut self, at: usize, error: Broken) {
+    pub(super) fn look_at_failure(&mut self, at: usize, error: FaultyOperation) {
         let replica = &mut self.replicas[at];
         if replica.state.failure().is_none() || std::mem::replace(&mut replica.failed, true) {
             return;
@@ -320,7 +324,7 @@ impl Simulation {
         let is_recorded = replica.may_end();
         self.count(error.name());
         if !is_recorded {
-            self.count(Broken::LossRecord.name());
+            self.count(FaultyOperation::LossRecord.name());
         }
         self.give_up_waiting(at, Errno::IO);
         self.after(restarts_after, Occurrence::Mend(Mend::Failed(at, boot)));
@@ -358,7 +362,7 @@ impl Simulation {
                 Waiter::Modification(op) => (op.conn, op.number),
                 Waiter::Mark(mark) => mark,
             };
-            self.answer(conn, number, Answer::Error(errno));
+            self.answer(conn, number, ReplicaAnswer::Error(errno));
         }
     }
 
@@ -387,7 +391,7 @@ impl Simulation {
             },
             Ask::Layers => {
                 let layers = replica.durable.layers(replica.size_bytes);
-                return self.answer(op.conn, op.number, Answer::Layers(layers));
+                return self.answer(op.conn, op.number, ReplicaAnswer::Layers(layers));
             }
             Ask::ReadSnapshot(blocks) => return self.read_snapshot(at, &op, blocks),
             Ask::ReadSnapshotBlock(block) => return self.read_snapshot_block(at, &op, *block),
@@ -413,11 +417,11 @@ impl Simulation {
             Ask::Regions(query) => return self.send_regions(at, &op, query),
             _ => Ok(()),
         };
-        self.look_at_failure(at, Broken::State);
-        self.answer(op.conn, op.number, answer.map_or_else(Answer::Error, |()| Answer::Done));
+        self.look_at_failure(at, FaultyOperation::State);
+        self.answer(op.conn, op.number, answer.map_or_else(ReplicaAnswer::Error, |()| ReplicaAnswer::Done));
     }
 
-    fn begin_copy(&mut self, at: usize, layers: &LayerList) -> Result<Answer, Errno> {
+    fn begin_copy(&mut self, at: usize, layers: &LayerList) -> Result<ReplicaAnswer, Errno> {
         let is_sabotaged = self.options.sabotage == Some(Sabotage::UncheckedLists);
         let replica = &mut self.replicas[at];
         replica.write_document(|replica| replica.copy_begin(layers, is_sabotaged))?;
@@ -426,7 +430,7 @@ impl Simulation {
         if !can_have {
             self.violate(format!("{id} has taken layers that no replica can have: {layers:?}"));
         }
-        Ok(Answer::Copying { is_snapshot_done })
+        Ok(ReplicaAnswer::Copying { is_snapshot_done })
     }
 
     fn send_extents(&mut self, at: usize, op: &Op, from_bytes: u64) {
@@ -438,22 +442,22 @@ impl Simulation {
             vanished.into_iter().for_each(|block| replica.heal_or_doubt(block));
         }
         let mut page = replica.head_extents(from_bytes);
-        if replica.takes_error(Broken::Extents) {
+        if replica.takes_error(FaultyOperation::Extents) {
             replica.spoil_extents(&mut page);
-            self.count(Broken::Extents.name());
+            self.count(FaultyOperation::Extents.name());
         }
-        self.answer(op.conn, op.number, Answer::Extents(page));
+        self.answer(op.conn, op.number, ReplicaAnswer::Extents(page));
     }
 
     fn send_regions(&mut self, at: usize, op: &Op, query: &RegionsQuery) {
         let sabotage = self.options.sabotage;
         let replica = &mut self.replicas[at];
         let mut page = replica.regions(query, sabotage);
-        if replica.takes_error(Broken::Regions) {
+        if replica.takes_error(FaultyOperation::Regions) {
             replica.spoil_regions(&mut page);
-            self.count(Broken::Regions.name());
+            self.count(FaultyOperation::Regions.name());
         }
-        self.answer(op.conn, op.number, Answer::Page(page));
+        self.answer(op.conn, op.number, ReplicaAnswer::Page(page));
     }
 
     pub(super) fn write_pages(&mut self, at: usize) {
@@ -477,7 +481,7 @@ impl Simulation {
             return;
         }
         let Some((slot, key, page, bytes)) = replica.pages.remove(&number) else { return };
-        let breaks = key.is_some() && replica.takes_error(Broken::Page);
+        let breaks = key.is_some() && replica.takes_error(FaultyOperation::Page);
         let has_no_space = key.is_some() && replica.full_for_pages;
         if let Some(key) = key.filter(|_| !has_no_space) {
             let written = if breaks { replica.rng.usize(0..PAGE_BYTES / 512) * 512 } else { bytes.len() };
@@ -495,7 +499,7 @@ impl Simulation {
                 self.count("error: no space for a page");
                 self.give_up_waiting(at, errno);
             }
-            PageEnd::Failed(_) => self.continue_after(at, Some(Broken::Page)),
+            PageEnd::Failed(_) => self.continue_after(at, Some(FaultyOperation::Page)),
         }
         self.advance_connections(at);
     }
@@ -511,7 +515,7 @@ impl Simulation {
         let durable = std::iter::from_fn(|| replica.waiting.next_durable_mark(replica.state.intent_log()));
         let marks: Vec<(ConnId, u64)> = durable.collect();
         for (conn, number) in marks {
-            self.answer(conn, number, Answer::Done);
+            self.answer(conn, number, ReplicaAnswer::Done);
         }
         self.write_pages(at);
     }

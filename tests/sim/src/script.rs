@@ -11,7 +11,7 @@ mod scrubs;
 use fastrand::Rng;
 use serde::{Deserialize, Serialize};
 
-use crate::faults::{Broken, Fault, Kind, LieAt};
+use crate::faults::{Fault, FaultKind, FaultyOperation, LieAt};
 
 /// The maximum number of replicas in a run, including replacements.
 pub const REPLICAS_MAX: usize = 7;
@@ -83,47 +83,47 @@ fn one() -> u16 {
 const TROUBLE_US: u64 = 15_000_000;
 
 /// The relative probability of each kind of fault.
-const WEIGHTS: [(Kind, u32); 40] = [
-    (Kind::KillReplica, 12),
-    (Kind::CutPower, 7),
-    (Kind::KillEngine, 11),
-    (Kind::AttachElsewhere, 4),
-    (Kind::Partition, 6),
-    (Kind::OneWay, 4),
-    (Kind::HalfOpen, 4),
-    (Kind::BreakConnection, 8),
-    (Kind::StopController, 5),
-    (Kind::CutPowerOfAll, 1),
-    (Kind::FillDisk, 4),
-    (Kind::BreakWrite, 4),
-    (Kind::BreakFlush, 3),
-    (Kind::BreakRead, 2),
-    (Kind::BreakVerify, 1),
-    (Kind::BreakState, 3),
-    (Kind::BreakPage, 2),
-    (Kind::BreakLossRecord, 2),
-    (Kind::LieInAnswer, 3),
-    (Kind::LieInRegions, 4),
-    (Kind::LieInExtents, 4),
-    (Kind::LieAtProposals, 4),
-    (Kind::LieAsSource, 4),
-    (Kind::UnreadBlocks, 4),
-    (Kind::SlowDisk, 4),
-    (Kind::PauseEngine, 3),
-    (Kind::PauseReplica, 4),
-    (Kind::ClockJump, 2),
-    (Kind::Replace, 2),
-    (Kind::Destroy, 1),
-    (Kind::HandOver, 6),
-    (Kind::Expand, 6),
-    (Kind::RotSets, 2),
-    (Kind::RotBlocks, 6),
-    (Kind::RotUnderCopy, 6),
-    (Kind::LoseState, 2),
-    (Kind::RestoreController, 2),
-    (Kind::RestoreDisk, 6),
-    (Kind::RotUnderScrub, 10),
-    (Kind::OtherProgram, 2),
+const WEIGHTS: [(FaultKind, u32); 40] = [
+    (FaultKind::KillReplica, 12),
+    (FaultKind::CutPower, 7),
+    (FaultKind::KillEngine, 11),
+    (FaultKind::AttachElsewhere, 4),
+    (FaultKind::Partition, 6),
+    (FaultKind::OneWay, 4),
+    (FaultKind::HalfOpen, 4),
+    (FaultKind::BreakConnection, 8),
+    (FaultKind::StopController, 5),
+    (FaultKind::CutPowerOfAll, 1),
+    (FaultKind::FillDisk, 4),
+    (FaultKind::BreakWrite, 4),
+    (FaultKind::BreakFlush, 3),
+    (FaultKind::BreakRead, 2),
+    (FaultKind::BreakVerify, 1),
+    (FaultKind::BreakState, 3),
+    (FaultKind::BreakPage, 2),
+    (FaultKind::BreakLossRecord, 2),
+    (FaultKind::LieInAnswer, 3),
+    (FaultKind::LieInRegions, 4),
+    (FaultKind::LieInExtents, 4),
+    (FaultKind::LieAtProposals, 4),
+    (FaultKind::LieAsSource, 4),
+    (FaultKind::UnreadBlocks, 4),
+    (FaultKind::SlowDisk, 4),
+    (FaultKind::PauseEngine, 3),
+    (FaultKind::PauseReplica, 4),
+    (FaultKind::ClockJump, 2),
+    (FaultKind::Replace, 2),
+    (FaultKind::Destroy, 1),
+    (FaultKind::HandOver, 6),
+    (FaultKind::Expand, 6),
+    (FaultKind::RotSets, 2),
+    (FaultKind::RotBlocks, 6),
+    (FaultKind::RotUnderCopy, 6),
+    (FaultKind::LoseState, 2),
+    (FaultKind::RestoreController, 2),
+    (FaultKind::RestoreDisk, 6),
+    (FaultKind::RotUnderScrub, 10),
+    (FaultKind::OtherProgram, 2),
 ];
 
 impl Script {
@@ -185,17 +185,17 @@ impl Script {
 
 /// Returns the parts of a fault of several disks, or of one disk and more.
 fn disks_that_fail(
-    kind: Kind,
+    kind: FaultKind,
     victim: usize,
     partial: bool,
     for_us: u64,
     rng: &mut Rng,
 ) -> Vec<(u64, Fault)> {
     match kind {
-        Kind::RotUnderCopy => rot_under_copy(victim, partial, for_us, rng),
-        Kind::RotUnderScrub => rot_under_scrub(victim, for_us, rng),
-        Kind::SlowDisk => slow_disks(victim, for_us, rng),
-        Kind::RestoreDisk => restore_disk(victim, rng),
+        FaultKind::RotUnderCopy => rot_under_copy(victim, partial, for_us, rng),
+        FaultKind::RotUnderScrub => rot_under_scrub(victim, for_us, rng),
+        FaultKind::SlowDisk => slow_disks(victim, for_us, rng),
+        FaultKind::RestoreDisk => restore_disk(victim, rng),
         _ => unread_blocks(victim, for_us * 3, rng),
     }
 }
@@ -209,13 +209,13 @@ fn unread_blocks(victim: usize, for_us: u64, rng: &mut Rng) -> Vec<(u64, Fault)>
 }
 
 /// Returns all choices of a fault, and how much later than the first its parts strike.
-fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
+fn choose(kind: FaultKind, rng: &mut Rng) -> Vec<(u64, Fault)> {
     let victim = rng.usize(0..REPLICAS_MAX);
     let host = rng.usize(0..HOSTS);
     let for_us = rng.u64(50_000..4_000_000);
     let partial = rng.bool();
     let later_us = rng.u64(100_000..6_000_000);
-    let broken = |what: Broken, rng: &mut Rng| Fault::BreakDisk {
+    let broken = |what: FaultyOperation, rng: &mut Rng| Fault::BreakDisk {
         victim,
         what,
         times: [1, 1, 1, 3][rng.usize(0..4)],
@@ -223,55 +223,68 @@ fn choose(kind: Kind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         for_us,
     };
     let fault = match kind {
-        Kind::KillReplica => Fault::KillReplica { victim, power: false, for_us: rng.u64(5_000..2_500_000) },
-        Kind::CutPower => Fault::KillReplica { victim, power: true, for_us: rng.u64(5_000..2_500_000) },
-        Kind::KillEngine => kill_engine(rng),
-        Kind::HandOver => Fault::HandOver { for_us: rng.u64(5_000..300_000) },
-        Kind::AttachElsewhere => Fault::AttachElsewhere,
-        Kind::Partition => Fault::Partition { host, victim, to_replica: true, to_engine: true, for_us },
-        Kind::OneWay => one_way(host, victim, for_us, rng),
-        Kind::HalfOpen => Fault::HalfOpen { pick: rng.u64(0..1 << 16), for_us: rng.u64(100_000..12_000_000) },
-        Kind::BreakConnection => Fault::BreakConnection { pick: rng.u64(0..1 << 16) },
-        Kind::StopController => Fault::StopController { for_us },
-        Kind::CutPowerOfAll => Fault::CutPowerOfAll,
-        Kind::FillDisk => Fault::FillDisk { victim, partial, pages: rng.bool(), for_us },
-        Kind::BreakWrite => broken(Broken::Write, rng),
-        Kind::BreakFlush => broken(Broken::Flush, rng),
-        Kind::BreakRead => broken(Broken::Read, rng),
-        Kind::BreakVerify => broken(Broken::Verify, rng),
-        Kind::BreakState => broken(Broken::State, rng),
-        Kind::BreakPage => broken(Broken::Page, rng),
-        Kind::BreakLossRecord => return break_loss_record(broken, rng),
-        Kind::LieInAnswer => broken(Broken::Answer, rng),
-        Kind::LieInRegions => broken(Broken::Regions, rng),
-        Kind::LieInExtents => broken(Broken::Extents, rng),
-        Kind::LieAtProposals => Fault::Lie { victim, at: LieAt::Proposals, for_us: for_us * 3 },
-        Kind::LieAsSource => Fault::Lie { victim, at: LieAt::Source, for_us: for_us * 3 },
-        Kind::UnreadBlocks
-        | Kind::RotUnderCopy
-        | Kind::RotUnderScrub
-        | Kind::SlowDisk
-        | Kind::RestoreDisk => return disks_that_fail(kind, victim, partial, for_us, rng),
-        Kind::PauseEngine => pause_engine(rng),
-        Kind::PauseReplica => Fault::PauseReplica { victim, for_us: choose_pause_us(rng) },
-        Kind::ClockJump => Fault::ClockJump { host, by_ms: rng.u64(100..60_000) },
-        Kind::Replace => Fault::Replace { victim },
-        Kind::Destroy => Fault::Destroy { victim },
-        Kind::Expand => Fault::Expand { blocks: rng.u64(1..40) },
-        Kind::RotSets => Fault::RotSets { victim, for_us: rng.u64(5_000..500_000) },
-        Kind::RotBlocks => {
+        FaultKind::KillReplica => kill_replica(victim, false, rng),
+        FaultKind::CutPower => kill_replica(victim, true, rng),
+        FaultKind::KillEngine => kill_engine(rng),
+        FaultKind::HandOver => Fault::HandOver { for_us: rng.u64(5_000..300_000) },
+        FaultKind::AttachElsewhere => Fault::AttachElsewhere,
+        FaultKind::Partition => Fault::Partition { host, victim, to_replica: true, to_engine: true, for_us },
+        FaultKind::OneWay => one_way(host, victim, for_us, rng),
+        FaultKind::HalfOpen => half_open(rng),
+        FaultKind::BreakConnection => Fault::BreakConnection { pick: rng.u64(0..1 << 16) },
+        FaultKind::StopController => Fault::StopController { for_us },
+        FaultKind::CutPowerOfAll => Fault::CutPowerOfAll,
+        FaultKind::FillDisk => Fault::FillDisk { victim, partial, pages: rng.bool(), for_us },
+        FaultKind::BreakWrite => broken(FaultyOperation::Write, rng),
+        FaultKind::BreakFlush => broken(FaultyOperation::Flush, rng),
+        FaultKind::BreakRead => broken(FaultyOperation::Read, rng),
+        FaultKind::BreakVerify => broken(FaultyOperation::Verify, rng),
+        FaultKind::BreakState => broken(FaultyOperation::State, rng),
+        FaultKind::BreakPage => broken(FaultyOperation::Page, rng),
+        FaultKind::BreakLossRecord => return break_loss_record(broken, rng),
+        FaultKind::LieInAnswer => broken(FaultyOperation::Answer, rng),
+        FaultKind::LieInRegions => broken(FaultyOperation::Regions, rng),
+        FaultKind::LieInExtents => broken(FaultyOperation::Extents, rng),
+        FaultKind::LieAtProposals => Fault::Lie { victim, at: LieAt::Proposals, for_us: for_us * 3 },
+        FaultKind::LieAsSource => Fault::Lie { victim, at: LieAt::Source, for_us: for_us * 3 },
+        FaultKind::UnreadBlocks
+        | FaultKind::RotUnderCopy
+        | FaultKind::RotUnderScrub
+        | FaultKind::SlowDisk
+        | FaultKind::RestoreDisk => return disks_that_fail(kind, victim, partial, for_us, rng),
+        FaultKind::PauseEngine => pause_engine(rng),
+        FaultKind::PauseReplica => Fault::PauseReplica { victim, for_us: choose_pause_us(rng) },
+        FaultKind::ClockJump => Fault::ClockJump { host, by_ms: rng.u64(100..60_000) },
+        FaultKind::Replace => Fault::Replace { victim },
+        FaultKind::Destroy => Fault::Destroy { victim },
+        FaultKind::Expand => Fault::Expand { blocks: rng.u64(1..40) },
+        FaultKind::RotSets => Fault::RotSets { victim, for_us: rng.u64(5_000..500_000) },
+        FaultKind::RotBlocks => {
             Fault::RotBlocks { victim, blocks: rng.u64(1..200), vanish: rng.bool(), anywhere: false }
         }
-        Kind::OtherProgram => Fault::OtherProgram { victim, for_us: rng.u64(5_000..500_000) },
-        Kind::LoseState => Fault::LoseState { host },
-        Kind::RestoreController => return restore_controller(later_us),
+        FaultKind::OtherProgram => Fault::OtherProgram { victim, for_us: rng.u64(5_000..500_000) },
+        FaultKind::LoseState => Fault::LoseState { host },
+        FaultKind::RestoreController => return restore_controller(later_us),
     };
     vec![(0, fault)]
 }
 
-fn break_loss_record(broken: impl Fn(Broken, &mut Rng) -> Fault, rng: &mut Rng) -> Vec<(u64, Fault)> {
-    let other = [Broken::Write, Broken::Flush, Broken::Flush, Broken::State][rng.usize(0..4)];
-    vec![(0, broken(Broken::LossRecord, rng)), (0, broken(other, rng))]
+fn kill_replica(victim: usize, power: bool, rng: &mut Rng) -> Fault {
+    Fault::KillReplica { victim, power, for_us: rng.u64(5_000..2_500_000) }
+}
+
+fn half_open(rng: &mut Rng) -> Fault {
+    Fault::HalfOpen { pick: rng.u64(0..1 << 16), for_us: rng.u64(100_000..12_000_000) }
+}
+
+fn break_loss_record(
+    broken: impl Fn(FaultyOperation, &mut Rng) -> Fault,
+    rng: &mut Rng,
+) -> Vec<(u64, Fault)> {
+    let other =
+        [FaultyOperation::Write, FaultyOperation::Flush, FaultyOperation::Flush, FaultyOperation::State]
+            [rng.usize(0..4)];
+    vec![(0, broken(FaultyOperation::LossRecord, rng)), (0, broken(other, rng))]
 }
 
 fn restore_controller(later_us: u64) -> Vec<(u64, Fault)> {
@@ -310,7 +323,8 @@ fn rot_under_copy(victim: usize, partial: bool, for_us: u64, rng: &mut Rng) -> V
     let rot = |victim| Fault::RotBlocks { victim, blocks: 300, vanish: false, anywhere: false };
     let (other, gone) = ((victim + 1) % REPLICAS_MAX, (victim + 2) % REPLICAS_MAX);
     let times = rng.u32(0..4);
-    let unread = Fault::BreakDisk { victim: other, what: Broken::SnapshotBlock, times, partial, for_us };
+    let unread =
+        Fault::BreakDisk { victim: other, what: FaultyOperation::SnapshotBlock, times, partial, for_us };
     let replace = (rng.u64(0..300_000), Fault::Replace { victim: gone });
     let mut faults = vec![(0, rot(victim)), (0, rot(other)), (0, unread), replace];
     if rng.bool() {

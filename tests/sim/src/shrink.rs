@@ -1,7 +1,7 @@
 //! Makes a failing script smaller, as long as it fails: the rest is relevant.
 
 use crate::script::Script;
-use crate::{Options, run};
+use crate::{RunOptions, run};
 
 /// The rest of a failing script.
 #[derive(Debug)]
@@ -16,8 +16,8 @@ pub struct Shrunk {
 
 /// Shrinks `script`, which fails with `violation`, with at most `runs_max` runs.
 #[must_use]
-pub fn shrink(script: &Script, violation: String, options: Options, runs_max: u32) -> Shrunk {
-    let options = Options { trace: false, ..options };
+pub fn shrink(script: &Script, violation: String, options: RunOptions, runs_max: u32) -> Shrunk {
+    let options = RunOptions { trace: false, ..options };
     let mut shrunk = Shrunk { script: script.clone(), violation, runs: 0 };
     let mut before = usize::MAX;
     while size(&shrunk.script) < before && shrunk.runs < runs_max {
@@ -62,7 +62,7 @@ fn size(script: &Script) -> usize {
 
 impl Shrunk {
     /// Takes `script` if it is another one and fails too.
-    fn attempt(&mut self, script: Script, options: Options, runs_max: u32) -> bool {
+    fn attempt(&mut self, script: Script, options: RunOptions, runs_max: u32) -> bool {
         if script == self.script || self.runs >= runs_max {
             return false;
         }
@@ -73,7 +73,7 @@ impl Shrunk {
     }
 
     /// Leaves faults out: first halves, in the end one by one.
-    fn drop_faults(&mut self, options: Options, runs_max: u32) {
+    fn drop_faults(&mut self, options: RunOptions, runs_max: u32) {
         let mut count = self.script.faults.len().div_ceil(2);
         while count > 0 {
             let mut at = 0;

@@ -7,12 +7,12 @@ use fastrand::Rng;
 use shorthorn_types::{Members, ReplicaId};
 use shorthorn_views::Arbiter;
 
-use crate::Options;
+use crate::RunOptions;
 use crate::checker::{Checker, Micros};
-use crate::engine::{EngineProc, Host};
+use crate::engine::{EngineProc, HostState};
 use crate::faults::Fault;
 use crate::guest::{Guest, Outstanding};
-use crate::net::{Answer, Conn, ConnId, Cut, CutScope, Direction, Message};
+use crate::net::{Conn, ConnId, Cut, CutScope, Direction, NetMessage, ReplicaAnswer};
 use crate::occurrence::Occurrence;
 use crate::replica::Replica;
 use crate::script::{HOSTS, Layout, Script};
@@ -35,7 +35,7 @@ pub struct Controller {
 /// The simulation of one volume.
 #[derive(Debug)]
 pub struct Simulation {
-    pub options: Options,
+    pub options: RunOptions,
     pub queues: u16,
     pub slow_network: bool,
     /// See [`Script::rot_places`]; 0 after the trouble.
@@ -50,7 +50,7 @@ pub struct Simulation {
     pub replicas: Vec<Replica>,
     /// The layouts of the replicas.
     pub layouts: Vec<Layout>,
-    pub hosts: Vec<Host>,
+    pub hosts: Vec<HostState>,
     pub engines: BTreeMap<u64, EngineProc>,
     pub conns: BTreeMap<ConnId, Conn>,
     pub controller: Controller,
@@ -65,7 +65,7 @@ pub struct Simulation {
     /// The broken paths.
     pub cuts: Vec<Cut>,
     /// Answers that tasks wait for.
-    pub calls: BTreeMap<(ConnId, u64), Option<Answer>>,
+    pub calls: BTreeMap<(ConnId, u64), Option<ReplicaAnswer>>,
     /// Engine processes whose rebuild task has to be started.
     pub new_engines: Vec<u64>,
     /// Empty, for its memory.
@@ -93,7 +93,7 @@ pub struct Simulation {
 impl Simulation {
     /// Creates a simulation in which nothing runs yet.
     pub fn new(
-        options: Options,
+        options: RunOptions,
         script: &Script,
         replicas: Vec<Replica>,
         guest: Guest,
@@ -112,7 +112,7 @@ impl Simulation {
             free: Vec::new(),
             replicas,
             layouts: Vec::new(),
-            hosts: (0..HOSTS).map(|_| Host::default()).collect(),
+            hosts: (0..HOSTS).map(|_| HostState::default()).collect(),
             engines: BTreeMap::new(),
             conns: BTreeMap::new(),
             controller: Controller {
@@ -224,13 +224,13 @@ impl Simulation {
         };
         self.conns.insert(id, conn);
         if !is_up {
-            self.send(id, false, Message::Close);
+            self.send(id, false, NetMessage::Close);
         }
         id
     }
 
     /// Sends a message; those of one direction of a connection arrive in order.
-    pub fn send(&mut self, id: ConnId, to_replica: bool, message: Message) {
+    pub fn send(&mut self, id: ConnId, to_replica: bool, message: NetMessage) {
         let slow = self.slow_network && self.rng.u8(..) < 8;
         let delay = if slow { self.rng.u64(1_000..400_000) } else { self.rng.u64(20..300) };
         let now = self.now;
@@ -244,14 +244,14 @@ impl Simulation {
     }
 
     /// Delivers a message, unless something holds it back or it is lost.
-    pub fn deliver(&mut self, id: ConnId, to_replica: bool, number: u64, message: Message) {
+    pub fn deliver(&mut self, id: ConnId, to_replica: bool, number: u64, message: NetMessage) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         let is_cut = self.cuts.iter().any(|cut| cut.holds(conn, to_replica));
         let is_dead = conn.is_dead;
         let direction = conn.direction(to_replica);
         direction.arrived = number + 1;
         let is_lost = direction.lost_from.is_some_and(|from| number >= from);
-        if is_dead || (is_lost && !matches!(message, Message::Close)) {
+        if is_dead || (is_lost && !matches!(message, NetMessage::Close)) {
             return self.count("messages lost");
         }
         if is_cut || !direction.held.is_empty() {
@@ -279,7 +279,7 @@ impl Simulation {
     }
 
     /// Lets a process take a message, as soon as it runs.
-    pub fn take(&mut self, id: ConnId, to_replica: bool, message: Message) {
+    pub fn take(&mut self, id: ConnId, to_replica: bool, message: NetMessage) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         let (engine, replica, engine_open) = (conn.engine, conn.replica, conn.engine_open);
         if to_replica && self.replicas[replica].paused && self.replicas[replica].boot == conn.boot {
@@ -289,11 +289,11 @@ impl Simulation {
             return process.backlog.push(Occurrence::Take { conn: id, to_replica, message });
         }
         match (to_replica, message) {
-            (true, Message::Close) => self.engine_has_closed(id),
-            (true, Message::Ask(number, ask)) => self.asked(id, number, *ask),
-            (true, Message::Answer(..)) | (false, Message::Ask(..)) => {}
-            (false, Message::Close) => self.close_at_engine(id, "the replica closed the connection"),
-            (false, Message::Answer(number, answer)) => {
+            (true, NetMessage::Close) => self.engine_has_closed(id),
+            (true, NetMessage::Ask(number, ask)) => self.asked(id, number, *ask),
+            (true, NetMessage::Answer(..)) | (false, NetMessage::Ask(..)) => {}
+            (false, NetMessage::Close) => self.close_at_engine(id, "the replica closed the connection"),
+            (false, NetMessage::Answer(number, answer)) => {
                 if engine_open {
                     self.answered(id, number, *answer);
                 }
@@ -305,8 +305,8 @@ impl Simulation {
     /// Ends a connection; each end notices in its time. A part of the messages in flight may be lost.
     pub fn break_connection(&mut self, id: ConnId, rng: &mut Rng) {
         self.lose_suffix(id, rng);
-        self.send(id, true, Message::Close);
-        self.send(id, false, Message::Close);
+        self.send(id, true, NetMessage::Close);
+        self.send(id, false, NetMessage::Close);
     }
 
     /// Loses the last of the messages in flight in each direction.

@@ -6,12 +6,12 @@ use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
 /// A running task.
-pub type Running = Pin<Box<dyn Future<Output = ()>>>;
+pub type TaskFuture = Pin<Box<dyn Future<Output = ()>>>;
 
 /// The tasks of the engine processes that there are.
 #[derive(Default)]
 pub struct Tasks {
-    running: Vec<(u64, Running)>,
+    running: Vec<(u64, TaskFuture)>,
 }
 
 impl std::fmt::Debug for Tasks {

@@ -8,7 +8,7 @@ use shorthorn_types::{ByteRange, Errno, Members, Regions, ReplicaReport, View};
 use super::{ID_COMMIT, ID_KIND, ID_MARK, ID_PING, ID_PROPOSE, ID_REQUEST, key};
 use crate::Sabotage;
 use crate::engine::DEPTH;
-use crate::net::{Ask, Message};
+use crate::net::{Ask, NetMessage};
 use crate::occurrence::Occurrence;
 use crate::replica::block_numbers;
 use crate::simulation::Simulation;
@@ -329,7 +329,7 @@ impl Simulation {
     fn ask(&mut self, engine: u64, peer: PeerIndex, queue: u16, number: u64, ask: Ask) {
         let Some(process) = self.engines.get(&engine) else { return };
         match process.links[usize::from(peer)][usize::from(queue)] {
-            Some(link) => self.send(link, true, Message::Ask(number, Box::new(ask))),
+            Some(link) => self.send(link, true, NetMessage::Ask(number, Box::new(ask))),
             // It broke between its opening and its first use: the core has to learn that, or it would wait.
             None if number & ID_KIND == ID_REQUEST => {
                 self.apply(engine, Event::Lost { peer, reason: "the replica has no connection".to_owned() });

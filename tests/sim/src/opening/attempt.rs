@@ -9,17 +9,17 @@ use shorthorn_types::{Members, ReplicaId};
 use shorthorn_views::{FencedReplica, KeptSets, NoPlan, StartPlan, ViewChange};
 
 use super::link::{CallError, Via, Wire};
-use super::{Process, RETRY_US};
+use super::{EngineHandle, RETRY_US};
 use crate::net::ConnId;
 use crate::occurrence::Occurrence;
 use crate::tasks::all;
 
 /// The connections to the members: by replica and queue.
-pub(super) type Connections = Vec<(usize, Vec<ConnId>)>;
+pub(super) type MemberConnections = Vec<(usize, Vec<ConnId>)>;
 
 /// An attempt to open the volume, driven by [`shorthorn_recovery`].
-pub(super) struct Attempt {
-    process: Process,
+pub(super) struct OpenAttempt {
+    process: EngineHandle,
     replicas: Vec<ReplicaId>,
     /// Handshakes with replicas that had not answered, while the arbiter is waited for. Each says whether it
     /// answers.
@@ -31,15 +31,15 @@ pub(super) struct Attempt {
 
 type Handshake = Pin<Box<dyn Future<Output = bool>>>;
 
-impl Attempt {
-    pub fn new(process: Process, replicas: Vec<ReplicaId>) -> Attempt {
-        Attempt { process, replicas, search: Vec::new(), lost_writes: false, leaves_out: false }
+impl OpenAttempt {
+    pub fn new(process: EngineHandle, replicas: Vec<ReplicaId>) -> OpenAttempt {
+        OpenAttempt { process, replicas, search: Vec::new(), lost_writes: false, leaves_out: false }
     }
 }
 
-impl OpeningEngine for Attempt {
+impl OpeningEngine for OpenAttempt {
     type Link = Via<Wire>;
-    type Connections = Connections;
+    type Connections = MemberConnections;
     type Stop = ();
 
     async fn reach(&mut self) -> Result<Vec<Reached<Via<Wire>>>, NotOpen<()>> {
@@ -185,7 +185,7 @@ impl OpeningEngine for Attempt {
         &mut self,
         reached: Vec<Reached<Via<Wire>>>,
         proposal: &Proposal,
-    ) -> Result<Connections, NotOpen<()>> {
+    ) -> Result<MemberConnections, NotOpen<()>> {
         let (process, replicas) = (&self.process, &self.replicas);
         let connect = |one| process.connect_member(one, proposal, replicas);
         let connected = all(reached.into_iter().map(|one| Box::pin(connect(one))).collect()).await;

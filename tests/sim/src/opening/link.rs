@@ -4,9 +4,9 @@ use shorthorn_recovery::{Address, LinkError, ReplicaLink, SizeMismatch};
 use shorthorn_types::{Errno, Generation, MarkRegions, ReplicaReport, View};
 use shorthorn_wire::{CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery};
 
-use super::{CALL_TIMEOUT_US, Process};
+use super::{CALL_TIMEOUT_US, EngineHandle};
 use crate::Sabotage;
-use crate::net::{Answer, Ask, ConnId, SnapshotLayer};
+use crate::net::{Ask, ConnId, ReplicaAnswer, SnapshotLayer};
 
 /// The reason why a replica has not done a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,7 +25,7 @@ impl std::fmt::Display for CallError {
     }
 }
 
-impl Process {
+impl EngineHandle {
     fn has(&self, sabotage: Sabotage) -> bool {
         self.sim.borrow().options.sabotage == Some(sabotage)
     }
@@ -64,7 +64,7 @@ impl From<SizeMismatch<CallError>> for CallError {
 /// A way to ask a replica.
 pub trait Asks {
     /// Asks, and waits for the answer.
-    async fn ask(&self, ask: Ask) -> Result<Answer, CallError>;
+    async fn ask(&self, ask: Ask) -> Result<ReplicaAnswer, CallError>;
 
     /// Returns true if this part of the rules is left out.
     fn has(&self, sabotage: Sabotage) -> bool;
@@ -72,7 +72,7 @@ pub trait Asks {
 
 /// A connection that is closed when it is dropped.
 pub struct Wire {
-    pub process: Process,
+    pub process: EngineHandle,
     pub conn: ConnId,
 }
 
@@ -90,7 +90,7 @@ impl Drop for Wire {
 }
 
 impl Asks for Wire {
-    async fn ask(&self, ask: Ask) -> Result<Answer, CallError> {
+    async fn ask(&self, ask: Ask) -> Result<ReplicaAnswer, CallError> {
         self.process.call(self.conn, ask, CALL_TIMEOUT_US).await
     }
 
@@ -101,12 +101,12 @@ impl Asks for Wire {
 
 /// The control connection to a replica.
 pub struct ControlLink<'a> {
-    pub process: &'a Process,
+    pub process: &'a EngineHandle,
     pub to: Address,
 }
 
 impl Asks for ControlLink<'_> {
-    async fn ask(&self, ask: Ask) -> Result<Answer, CallError> {
+    async fn ask(&self, ask: Ask) -> Result<ReplicaAnswer, CallError> {
         self.process.with_line(self.to, ask).await
     }
 
@@ -121,7 +121,7 @@ pub struct Via<T>(pub T);
 impl<T: Asks> Via<T> {
     async fn done(&self, ask: Ask) -> Result<(), CallError> {
         match self.0.ask(ask).await? {
-            Answer::Done | Answer::Pong { .. } => Ok(()),
+            ReplicaAnswer::Done | ReplicaAnswer::Pong { .. } => Ok(()),
             _ => Err(CallError::Broken),
         }
     }
@@ -144,7 +144,7 @@ impl<T: Asks> ReplicaLink for Via<T> {
 
     async fn regions_page(&mut self, query: RegionsQuery) -> Result<RegionsPage, CallError> {
         match self.0.ask(Ask::Regions(query)).await? {
-            Answer::Page(page) => page.check(&query).map(|()| page).map_err(|_| CallError::Broken),
+            ReplicaAnswer::Page(page) => page.check(&query).map(|()| page).map_err(|_| CallError::Broken),
             _ => Err(CallError::Broken),
         }
     }
@@ -155,8 +155,10 @@ impl<T: Asks> ReplicaLink for Via<T> {
 
     async fn layers(&mut self, volume_bytes: impl FnOnce() -> u64) -> Result<LayerList, CallError> {
         match self.0.ask(Ask::Layers).await? {
-            Answer::Layers(list) if self.0.has(Sabotage::UncheckedLists) => Ok(list),
-            Answer::Layers(list) => list.check(volume_bytes()).map(|()| list).map_err(|_| CallError::Broken),
+            ReplicaAnswer::Layers(list) if self.0.has(Sabotage::UncheckedLists) => Ok(list),
+            ReplicaAnswer::Layers(list) => {
+                list.check(volume_bytes()).map(|()| list).map_err(|_| CallError::Broken)
+            }
             _ => Err(CallError::Broken),
         }
     }
@@ -167,7 +169,7 @@ impl<T: Asks> ReplicaLink for Via<T> {
         layer_bytes: impl FnOnce() -> u64,
     ) -> Result<ExtentsPage, CallError> {
         match self.0.ask(Ask::HeadExtents(query.from_bytes)).await? {
-            Answer::Extents(page) => {
+            ReplicaAnswer::Extents(page) => {
                 page.check(&query, layer_bytes()).map(|()| page).map_err(|_| CallError::Broken)
             }
             _ => Err(CallError::Broken),
@@ -176,7 +178,7 @@ impl<T: Asks> ReplicaLink for Via<T> {
 
     async fn copy_begin(&mut self, layers: &LayerList) -> Result<CopyState, CallError> {
         let begun = self.0.ask(Ask::CopyBegin(layers.clone())).await?;
-        let Answer::Copying { is_snapshot_done } = begun else { return Err(CallError::Broken) };
+        let ReplicaAnswer::Copying { is_snapshot_done } = begun else { return Err(CallError::Broken) };
         let snapshot = SnapshotLayer::of(layers).map(|_| is_snapshot_done);
         Ok(CopyState { done: snapshot.into_iter().chain([false]).collect() })
     }

@@ -22,7 +22,7 @@ const UNREAD_LEFT: u32 = 3;
 /// The number of pieces in which a snapshot is copied.
 const SNAPSHOT_PIECES: u64 = 4;
 
-impl Process {
+impl EngineHandle {
     /// Runs the rebuild task of a replica, which brings it back whenever it is absent.
     pub(super) async fn rebuild_task(&self, peer: usize) {
         let mut bad_sources = BadSources::default();
@@ -146,7 +146,7 @@ impl Process {
     }
 
     /// Asks a replica something over its control connection, which is closed if that fails.
-    pub(super) async fn with_line(&self, to: Address, ask: Ask) -> Result<Answer, CallError> {
+    pub(super) async fn with_line(&self, to: Address, ask: Ask) -> Result<ReplicaAnswer, CallError> {
         let peer = usize::from(to.peer);
         let taken = self.take_control_connection(peer).await;
         if !self.is_at(to) {
@@ -179,7 +179,7 @@ impl Process {
     }
 }
 
-impl ServingEngine for Process {
+impl ServingEngine for EngineHandle {
     type Error = CallError;
     type Control<'a> = Via<ControlLink<'a>>;
 
@@ -259,7 +259,7 @@ impl ServingEngine for Process {
 
 /// An attempt to bring a replica back.
 struct Rebuild<'a> {
-    process: &'a Process,
+    process: &'a EngineHandle,
     peer: usize,
     replica: ReplicaId,
     /// The number of blocks that the source could not read: see [`BlockSearch::after`].
@@ -293,7 +293,7 @@ impl Rebuild<'_> {
         for other in others.iter().filter(|_| !is_sabotaged) {
             let read = self.process.with_line(other.address, Ask::ReadSnapshotBlock(block)).await;
             let content = match read {
-                Ok(Answer::SnapshotBlock(content)) => Ok(content),
+                Ok(ReplicaAnswer::SnapshotBlock(content)) => Ok(content),
                 Ok(_) => Err(CallError::Broken),
                 // As if every refusal said that the block is not there.
                 Err(error) if error.is_refusal() && sabotage == Some(Sabotage::RefusalsBelieved) => Ok(None),
@@ -317,7 +317,7 @@ impl Rebuild<'_> {
         blocks: Range<u64>,
     ) -> Result<(SparseFile, Vec<RottenBlock>), CallError> {
         match self.process.with_line(source.address, Ask::ReadSnapshot(blocks)).await {
-            Ok(Answer::Snapshot(file, rotten)) => Ok(((*file).clone(), rotten)),
+            Ok(ReplicaAnswer::Snapshot(file, rotten)) => Ok(((*file).clone(), rotten)),
             Ok(_) => Err(CallError::Broken),
             Err(error) => Err(error),
         }
@@ -418,9 +418,9 @@ impl Rebuild<'_> {
 }
 
 impl ReplicaRebuild for Rebuild<'_> {
-    type Engine = Process;
+    type Engine = EngineHandle;
 
-    fn engine(&self) -> &Process {
+    fn engine(&self) -> &EngineHandle {
         self.process
     }
 

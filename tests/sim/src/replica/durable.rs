@@ -13,7 +13,7 @@ use shorthorn_types::{Errno, Regions, ReplicaId};
 use shorthorn_views::ReplicaViews;
 use shorthorn_wire::{LayerList, WireLayer};
 
-use crate::faults::Broken;
+use crate::faults::FaultyOperation;
 use crate::net::SnapshotLayer;
 
 /// The state on the disk of a replica beside its data.
@@ -93,7 +93,7 @@ pub type Pages = BTreeMap<u64, (u8, Option<SetKey>, u32, Vec<u8>)>;
 pub struct SimulatedFiles<'a> {
     pub durable: &'a mut Durable,
     pub pages: &'a mut Pages,
-    pub broken: &'a mut BTreeMap<Broken, u32>,
+    pub broken: &'a mut BTreeMap<FaultyOperation, u32>,
     pub rng: &'a mut Rng,
     pub is_full: bool,
 }
@@ -105,7 +105,7 @@ impl Disk for SimulatedFiles<'_> {
         if self.is_full && matches!(step, DurableStep::MakeSet(..)) {
             return Err(Errno::NO_SPACE);
         }
-        let breaks = takes_error(self.broken, Broken::State);
+        let breaks = takes_error(self.broken, FaultyOperation::State);
         let is_done = !breaks || self.rng.bool();
         if is_done {
             let before =
@@ -122,7 +122,7 @@ impl Disk for SimulatedFiles<'_> {
     }
 
     fn record_failure(&mut self, in_a_row: u32) -> RecordOutcome {
-        if !takes_error(self.broken, Broken::LossRecord) {
+        if !takes_error(self.broken, FaultyOperation::LossRecord) {
             return self.durable.record_failure(in_a_row);
         }
         match self.rng.u8(0..3) {
@@ -140,7 +140,7 @@ impl Disk for SimulatedFiles<'_> {
     }
 }
 
-pub(super) fn takes_error(broken: &mut BTreeMap<Broken, u32>, what: Broken) -> bool {
+pub(super) fn takes_error(broken: &mut BTreeMap<FaultyOperation, u32>, what: FaultyOperation) -> bool {
     let Some(left) = broken.get_mut(&what).filter(|left| **left > 0) else { return false };
     *left -= 1;
     true

@@ -8,30 +8,32 @@ use shorthorn_wire::{Extent, ExtentsPage, LayerList, RegionsPage, RegionsQuery};
 use super::{Op, Replica, check};
 use crate::Sabotage;
 use crate::disk::{BLOCK_SECTORS, Block, Files};
-use crate::faults::Broken;
-use crate::net::{Answer, Ask, SnapshotLayer};
+use crate::faults::FaultyOperation;
+use crate::net::{Ask, ReplicaAnswer, SnapshotLayer};
 
 impl Replica {
     /// Executes the request on the disk, and returns the answer and the reported error, if any.
-    pub fn done(&mut self, op: &Op, sabotage: Option<Sabotage>) -> (Answer, Option<Broken>) {
+    pub fn done(&mut self, op: &Op, sabotage: Option<Sabotage>) -> (ReplicaAnswer, Option<FaultyOperation>) {
         let lies = sabotage == Some(Sabotage::LyingFlush);
         let is_unchecked = sabotage == Some(Sabotage::UncheckedSources);
         let error = match &op.ask {
-            Ask::Read(_) | Ask::CheckedRead(_) => Broken::Read,
-            Ask::Verify(_) => Broken::Verify,
-            Ask::Flush => Broken::Flush,
-            _ => Broken::Write,
+            Ask::Read(_) | Ask::CheckedRead(_) => FaultyOperation::Read,
+            Ask::Verify(_) => FaultyOperation::Verify,
+            Ask::Flush => FaultyOperation::Flush,
+            _ => FaultyOperation::Write,
         };
         let breaks = self.takes_error(error);
         let answer = match &op.ask {
             Ask::CheckedRead(range) | Ask::Verify(range)
                 if !breaks && !is_unchecked && self.shows_rot(*range, sabotage) =>
             {
-                Answer::Error(Errno::ROTTEN)
+                ReplicaAnswer::Error(Errno::ROTTEN)
             }
-            Ask::Read(range) | Ask::CheckedRead(range) if !breaks => Answer::Data(self.read_data(*range)),
-            Ask::Verify(range) if !breaks => Answer::Check(check(&self.read(*range))),
-            Ask::Read(_) | Ask::CheckedRead(_) | Ask::Verify(_) => Answer::Error(Errno::IO),
+            Ask::Read(range) | Ask::CheckedRead(range) if !breaks => {
+                ReplicaAnswer::Data(self.read_data(*range))
+            }
+            Ask::Verify(range) if !breaks => ReplicaAnswer::Check(check(&self.read(*range))),
+            Ask::Read(_) | Ask::CheckedRead(_) | Ask::Verify(_) => ReplicaAnswer::Error(Errno::IO),
             Ask::Flush if breaks => {
                 // Data that was not durable may be lost, and the kernel reports that only once.
                 let mut rng = self.rng.fork();
@@ -39,13 +41,13 @@ impl Replica {
                     self.files.heal(block);
                 }
                 self.remap();
-                Answer::Error(Errno::IO)
+                ReplicaAnswer::Error(Errno::IO)
             }
             Ask::Flush => {
                 if !lies {
                     self.files.head.sync(op.mark);
                 }
-                Answer::Done
+                ReplicaAnswer::Done
             }
             _ => {
                 let outcome = self.modify(op, breaks, sabotage);
@@ -53,7 +55,7 @@ impl Replica {
                     self.record_cured(op);
                 }
                 self.sums_have_followed(op, outcome.is_ok());
-                outcome.map_or_else(Answer::Error, |()| Answer::Done)
+                outcome.map_or_else(ReplicaAnswer::Error, |()| ReplicaAnswer::Done)
             }
         };
         (answer, Some(error).filter(|_| breaks))
@@ -108,10 +110,10 @@ impl Replica {
         &mut self,
         write: impl FnOnce(&mut Replica) -> Result<(), Errno>,
     ) -> Result<(), Errno> {
-        let breaks = self.takes_error(Broken::State);
+        let breaks = self.takes_error(FaultyOperation::State);
         let written = if breaks && self.rng.bool() { Ok(()) } else { write(self) };
         if breaks {
-            self.change(|state, disk| state.fail(disk, Broken::State.name().to_owned()));
+            self.change(|state, disk| state.fail(disk, FaultyOperation::State.name().to_owned()));
             return Err(Errno::IO);
         }
         written

@@ -84,7 +84,7 @@ impl Replica {
         let intent_log = self.state.intent_log_mut();
         let regions = intent_log.regions().touched(range);
         intent_log.unsum(regions);
-        if self.full_for_pages || self.takes_error(Broken::Page) {
+        if self.full_for_pages || self.takes_error(FaultyOperation::Page) {
             return false;
         }
         let Replica { state, durable, .. } = self;
@@ -103,7 +103,7 @@ impl Replica {
 
     /// Returns true if pages of sets of regions can be written beside the ring.
     pub fn can_write_pages(&self) -> bool {
-        let is_broken = self.broken.get(&Broken::Page).is_some_and(|times| *times > 0);
+        let is_broken = self.broken.get(&FaultyOperation::Page).is_some_and(|times| *times > 0);
         !self.full_for_pages && !is_broken
     }
 

@@ -11,7 +11,7 @@ impl Simulation {
         let is_cut_off = !is_calm && replica.rng.u8(..) < 20;
         let left = replica.rng.usize(0..3);
         if size_bytes > replica.size_bytes && replica.full_for_pages {
-            return self.answer(op.conn, op.number, Answer::Error(Errno::NO_SPACE));
+            return self.answer(op.conn, op.number, ReplicaAnswer::Error(Errno::NO_SPACE));
         }
         if size_bytes > replica.size_bytes {
             replica.grows_to(size_bytes);
@@ -36,8 +36,8 @@ impl Simulation {
             self.trace(|| format!("replica {at} has {size_bytes} bytes now"));
         }
         let outcome = match size_bytes < self.replicas[at].size_bytes {
-            true => Answer::Error(Errno::INVALID),
-            false => Answer::Done,
+            true => ReplicaAnswer::Error(Errno::INVALID),
+            false => ReplicaAnswer::Done,
         };
         self.answer(op.conn, op.number, outcome);
         self.resume_waiting(at);

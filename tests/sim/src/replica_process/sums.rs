@@ -120,21 +120,21 @@ impl Simulation {
         if !reported.is_empty() {
             self.count("rot of snapshots reported");
         }
-        self.answer(op.conn, op.number, Answer::Snapshot(file, reported));
+        self.answer(op.conn, op.number, ReplicaAnswer::Snapshot(file, reported));
     }
 
     /// A block of the snapshot is read in which another replica holds rot.
     pub(super) fn read_snapshot_block(&mut self, at: usize, op: &Op, block: u64) {
         let replica = &mut self.replicas[at];
-        if replica.takes_error(Broken::SnapshotBlock) {
+        if replica.takes_error(FaultyOperation::SnapshotBlock) {
             let rng = &mut self.replicas[at].rng;
             let (way, errno) = (rng.u8(0..4), [Errno::IO, Errno::NO_SPACE, Errno::INVALID][rng.usize(0..3)]);
-            self.count(Broken::SnapshotBlock.name());
+            self.count(FaultyOperation::SnapshotBlock.name());
             return match way {
                 // No answer comes.
                 0 => {}
                 1 => self.end_at_replica(op.conn),
-                _ => self.answer(op.conn, op.number, Answer::Error(errno)),
+                _ => self.answer(op.conn, op.number, ReplicaAnswer::Error(errno)),
             };
         }
         let is_below = replica.files.rot_below().any(|(below, _)| below == block);
@@ -143,8 +143,8 @@ impl Simulation {
         }
         let content = replica.files.snapshot.get(block).filter(|_| replica.durable.has_snapshot);
         let answer = match content {
-            _ if is_below && replica.is_known_rotten(block) => Answer::Error(Errno::ROTTEN),
-            content => Answer::SnapshotBlock(content.map(Box::new)),
+            _ if is_below && replica.is_known_rotten(block) => ReplicaAnswer::Error(Errno::ROTTEN),
+            content => ReplicaAnswer::SnapshotBlock(content.map(Box::new)),
         };
         self.answer(op.conn, op.number, answer);
     }
