@@ -26,14 +26,14 @@ impl Owner {
     /// Returns the bytes of the views to save.
     pub fn with_views(&self, views: &ReplicaViews) -> Result<Vec<u8>, ReplicaError> {
         let Owner { volume, replica, unknown } = self.clone();
-        let state = State { volume, replica, views: views.clone(), unknown };
+        let state = SavedViews { volume, replica, views: views.clone(), unknown };
         serde_json::to_vec(&state).map_err(ReplicaError::Encode)
     }
 }
 
 /// The saved state.
 #[derive(Debug, Serialize, Deserialize)]
-struct State {
+struct SavedViews {
     volume: VolumeName,
     replica: ReplicaId,
     views: ReplicaViews,
@@ -74,8 +74,8 @@ fn first_views(store: &mut Store, owner: &Owner, spec: &ReplicaSpec) -> Result<R
     Ok(views)
 }
 
-fn parse(bytes: &[u8], spec: &ReplicaSpec) -> Result<State, ReplicaError> {
-    let state: State = serde_json::from_slice(bytes)
+fn parse(bytes: &[u8], spec: &ReplicaSpec) -> Result<SavedViews, ReplicaError> {
+    let state: SavedViews = serde_json::from_slice(bytes)
         .map_err(|source| ReplicaError::State { directory: spec.directory.clone(), source })?;
     if (&state.volume, state.replica) != (&spec.volume, spec.replica) {
         return Err(ReplicaError::OtherReplica {

@@ -243,7 +243,7 @@ impl Drop for Stream {
         // The kernel may still write into these: leaking them is the safe end of a rare case.
         if self.outgoing.in_flight {
             std::mem::forget(std::mem::take(&mut self.outgoing.frames));
-            std::mem::forget(std::mem::replace(&mut self.outgoing.message, Message::new()));
+            std::mem::forget(std::mem::replace(&mut self.outgoing.message, SendmsgArguments::new()));
         }
         if self.incoming.in_flight {
             std::mem::forget(std::mem::take(&mut self.incoming.buffer));
@@ -286,17 +286,17 @@ impl Frame {
 
 /// The arguments of sendmsg, at a fixed address.
 #[derive(Debug)]
-struct Message {
+struct SendmsgArguments {
     header: libc::msghdr,
     segments: [libc::iovec; SEGMENTS],
 }
 
-impl Message {
-    fn new() -> Box<Message> {
+impl SendmsgArguments {
+    fn new() -> Box<SendmsgArguments> {
         let empty = libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 };
         // SAFETY: msghdr is plain C data: all zeroes is its empty value.
         let header = unsafe { std::mem::zeroed() };
-        let mut message = Box::new(Message { header, segments: [empty; SEGMENTS] });
+        let mut message = Box::new(SendmsgArguments { header, segments: [empty; SEGMENTS] });
         message.header.msg_iov = message.segments.as_mut_ptr();
         message
     }
@@ -310,7 +310,7 @@ struct Outgoing {
     queued: usize,
     /// Bytes of the first frame that are out.
     sent_bytes: usize,
-    message: Box<Message>,
+    message: Box<SendmsgArguments>,
     in_flight: bool,
 }
 
@@ -320,7 +320,14 @@ unsafe impl Send for Outgoing {}
 impl Outgoing {
     fn new(frames: usize) -> Outgoing {
         let frames = (0..frames).map(|_| Frame::EMPTY).collect();
-        Outgoing { frames, first: 0, queued: 0, sent_bytes: 0, message: Message::new(), in_flight: false }
+        Outgoing {
+            frames,
+            first: 0,
+            queued: 0,
+            sent_bytes: 0,
+            message: SendmsgArguments::new(),
+            in_flight: false,
+        }
     }
 
     fn push(&mut self, header: &[u8], payload: Payload, owner: Option<u32>) -> io::Result<()> {

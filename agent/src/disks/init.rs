@@ -29,7 +29,7 @@ pub enum Mounts {
 
 /// The options of a run.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Options {
+pub struct InitOptions {
     /// True if the host was not restarted since the file was written.
     pub same_boot: bool,
     /// True if file systems of this file that an interrupted mkfs has not completed are made again.
@@ -40,7 +40,12 @@ pub struct Options {
 ///
 /// # Errors
 /// The device must not be used, with the reason; nothing was written to it then. Or a later step has failed.
-pub fn init(disk: &PlannedDisk, options: Options, units: &Path, mounts: &Mounts) -> anyhow::Result<String> {
+pub fn init(
+    disk: &PlannedDisk,
+    options: InitOptions,
+    units: &Path,
+    mounts: &Mounts,
+) -> anyhow::Result<String> {
     let shown = disk.device.display();
     let device = find(disk, options.same_boot)?;
     check_mount_point(&disk.mount_point, &device, missing_mount(&disk.mount_point))?;
@@ -65,7 +70,7 @@ pub fn init(disk: &PlannedDisk, options: Options, units: &Path, mounts: &Mounts)
 ///
 /// # Errors
 /// The reason why not.
-pub fn check(disk: &PlannedDisk, options: Options) -> anyhow::Result<()> {
+pub fn check(disk: &PlannedDisk, options: InitOptions) -> anyhow::Result<()> {
     let device = find(disk, options.same_boot)?;
     check_mount_point(&disk.mount_point, &device, missing_mount(&disk.mount_point))?;
     match is_made(disk, &device) {
@@ -80,7 +85,7 @@ pub fn check(disk: &PlannedDisk, options: Options) -> anyhow::Result<()> {
 fn refuse_incomplete(
     disk: &PlannedDisk,
     device: &BlockDevice,
-    options: Options,
+    options: InitOptions,
 ) -> anyhow::Result<BlockDevice> {
     ensure!(
         options.redo,
@@ -118,7 +123,7 @@ fn refuse(disk: &PlannedDisk, device: &BlockDevice) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn make(disk: &PlannedDisk, options: Options) -> anyhow::Result<()> {
+fn make(disk: &PlannedDisk, options: InitOptions) -> anyhow::Result<()> {
     let shown = disk.device.display();
     // udev and others that obey https://systemd.io/BLOCK_DEVICE_LOCKING keep off until this is closed.
     let file = File::open(&disk.device).with_context(|| shown.to_string())?;

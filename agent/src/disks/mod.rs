@@ -97,7 +97,7 @@ pub fn init(args: &InitArgs) -> anyhow::Result<()> {
     let text = fs::read_to_string(&args.file).with_context(|| shown.to_string())?;
     let plan =
         DiskPlan::parse(&text, &config.node_name).map_err(|error| anyhow::anyhow!("{shown}: {error}"))?;
-    let options = init::Options { same_boot: plan.boot_id == collect::boot_id()?, redo: args.redo };
+    let options = init::InitOptions { same_boot: plan.boot_id == collect::boot_id()?, redo: args.redo };
     let wanted: Vec<&PlannedDisk> = plan.disks.iter().filter(|disk| disk.init).collect();
     if wanted.is_empty() {
         bail!("{shown} selects no device: set init = true for each device to use");

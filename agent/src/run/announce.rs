@@ -9,7 +9,7 @@ use shorthorn_types::{ReplicaId, VolumeName};
 
 /// The announcement for the caller of `run`; additions only.
 #[derive(Debug, Serialize)]
-pub struct Ready {
+pub struct ReadyAnnouncement {
     /// The volume as the command line names it.
     pub name: VolumeName,
     /// The block device, `/dev/longhorn/<volume>`; null with the frontend `socket`.
@@ -52,7 +52,7 @@ pub struct ReadyReplica {
     pub pid: Option<u32>,
 }
 
-impl Ready {
+impl ReadyAnnouncement {
     /// Writes the line.
     pub fn print(&self) {
         let line = serde_json::to_string(self).unwrap_or_default();

@@ -40,7 +40,7 @@ impl fmt::Display for Role {
 
 /// A process that is restarted when it ends.
 #[derive(Debug)]
-pub struct Process {
+pub struct VolumeProcess {
     /// The role of the process.
     pub role: Role,
     /// Paths of its spec, its pid file and its sockets.
@@ -57,21 +57,21 @@ pub struct Process {
     with_parent: bool,
     starts: u32,
     started_at: Instant,
-    running: Option<Running>,
+    running: Option<RunningChild>,
     /// The store in which an engine leaves the sockets of its device for the next one.
     store: Option<DescriptorStore>,
 }
 
 #[derive(Debug)]
-struct Running {
+struct RunningChild {
     child: Child,
     ended: Arc<AtomicBool>,
 }
 
-impl Process {
+impl VolumeProcess {
     /// Creates a process that is not started yet; `index` comes back in its events.
-    pub fn new(role: Role, index: usize, files: ProcessFiles, with_parent: bool) -> Process {
-        Process {
+    pub fn new(role: Role, index: usize, files: ProcessFiles, with_parent: bool) -> VolumeProcess {
+        VolumeProcess {
             role,
             files,
             status: None,
@@ -105,7 +105,7 @@ impl Process {
         tracing::debug!(role = %self.role, pid = child.id(), "started");
         let ended = Arc::new(AtomicBool::new(false));
         let watched = Arc::clone(&ended);
-        self.running = Some(Running { child, ended });
+        self.running = Some(RunningChild { child, ended });
         events::watch(self.files.control.clone(), (self.index, self.starts), watched, events.clone())
     }
 

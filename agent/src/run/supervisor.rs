@@ -13,9 +13,9 @@ use shorthorn_types::{Members, ReplicaId};
 
 use crate::cli::RunArgs;
 use crate::roles::STOPPED;
-use crate::run::announce::{Pids, Ready, ReadyReplica, nbd_uri};
+use crate::run::announce::{Pids, ReadyAnnouncement, ReadyReplica, nbd_uri};
 use crate::run::events::{self, Event};
-use crate::run::process::{Process, Role};
+use crate::run::process::{Role, VolumeProcess};
 use crate::run::runtime::RuntimeDir;
 use crate::run::volume::{VolumeDir, private_dir};
 use crate::run::{RunError, dies_with_supervisor};
@@ -32,7 +32,7 @@ const KILL_LIMIT: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct Supervisor {
     volume: VolumeDir,
-    processes: Vec<Process>,
+    processes: Vec<VolumeProcess>,
     events: Receiver<Event>,
     sender: SyncSender<Event>,
     ready_limit: Duration,
@@ -53,11 +53,11 @@ impl Supervisor {
         let with_parent = dies_with_supervisor(args.frontend.into());
         let mut processes = Vec::new();
         for (index, id) in volume.file().replicas.iter().copied().enumerate() {
-            let process = Process::new(Role::Replica(id), index, runtime.replica(id), with_parent);
+            let process = VolumeProcess::new(Role::Replica(id), index, runtime.replica(id), with_parent);
             store_spec(&process.files.spec, &replica_spec(args, &volume, &process, id)?)?;
             processes.push(process);
         }
-        let engine = Process::new(Role::Engine, processes.len(), runtime.engine(), with_parent);
+        let engine = VolumeProcess::new(Role::Engine, processes.len(), runtime.engine(), with_parent);
         store_spec(&engine.files.spec, &engine_spec(args, &volume, &engine, &processes))?;
         processes.push(engine);
         let ready_limit = Duration::from_secs(args.ready_timeout);
@@ -146,11 +146,12 @@ impl Supervisor {
         }
         let (engine, replicas) = self.processes.split_last_mut().expect("the engine is always there");
         let first_start = engine.pid().is_none() && engine.restart_at.is_none();
-        let is_final = |replica: &Process| replica.serves() || replica.backoff.failures() >= REPLICA_TRIES;
+        let is_final =
+            |replica: &VolumeProcess| replica.serves() || replica.backoff.failures() >= REPLICA_TRIES;
         if !first_start || !replicas.iter().all(is_final) {
             return Ok(());
         }
-        if !replicas.iter().any(Process::serves) {
+        if !replicas.iter().any(VolumeProcess::serves) {
             return Err(RunError::NoReplica(troubles(replicas)));
         }
         let opened_for = replicas.iter().filter_map(|replica| match &replica.status {
@@ -178,14 +179,14 @@ impl Supervisor {
         let is_socket = frontend == Some(Frontend::Socket);
         let socket = endpoint.clone().filter(|_| is_socket);
         let name = self.volume.file().name.clone();
-        let ready = Ready {
+        let ready = ReadyAnnouncement {
             device: endpoint.filter(|_| !is_socket),
             uri: socket.as_deref().map(|socket| nbd_uri(&name, socket)),
             socket,
             pids: Pids {
                 supervisor: std::process::id(),
                 engine: engine.pid(),
-                replicas: replicas.iter().filter_map(Process::pid).collect(),
+                replicas: replicas.iter().filter_map(VolumeProcess::pid).collect(),
             },
             frontend: frontend.map(Frontend::as_str).unwrap_or_default(),
             size_bytes: status.size_bytes,
@@ -200,7 +201,7 @@ impl Supervisor {
         Ok(())
     }
 
-    fn ready_replica(&self, process: &Process) -> Option<ReadyReplica> {
+    fn ready_replica(&self, process: &VolumeProcess) -> Option<ReadyReplica> {
         let Role::Replica(id) = process.role else { return None };
         Some(ReadyReplica { id, directory: self.volume.replica_dir(id), pid: process.pid() })
     }
@@ -255,15 +256,15 @@ impl Supervisor {
 }
 
 /// Returns the reasons why the volume is not ready, for people.
-fn troubles(processes: &[Process]) -> String {
+fn troubles(processes: &[VolumeProcess]) -> String {
     let waiting = processes.iter().filter(|process| !process.serves());
-    waiting.map(Process::trouble).collect::<Vec<_>>().join("; ")
+    waiting.map(VolumeProcess::trouble).collect::<Vec<_>>().join("; ")
 }
 
 fn replica_spec(
     args: &RunArgs,
     volume: &VolumeDir,
-    process: &Process,
+    process: &VolumeProcess,
     id: ReplicaId,
 ) -> Result<ReplicaSpec, RunError> {
     let file = volume.file();
@@ -288,9 +289,14 @@ fn replica_spec(
     })
 }
 
-fn engine_spec(args: &RunArgs, volume: &VolumeDir, engine: &Process, replicas: &[Process]) -> EngineSpec {
+fn engine_spec(
+    args: &RunArgs,
+    volume: &VolumeDir,
+    engine: &VolumeProcess,
+    replicas: &[VolumeProcess],
+) -> EngineSpec {
     let file = volume.file();
-    let endpoint = |(process, id): (&Process, &ReplicaId)| ReplicaEndpoint {
+    let endpoint = |(process, id): (&VolumeProcess, &ReplicaId)| ReplicaEndpoint {
         replica: *id,
         addresses: vec![format!("unix:{}", process.files.data.display())],
         local: true,

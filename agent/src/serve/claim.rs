@@ -29,7 +29,7 @@ const FOR_ALL: [&str; 2] = ["GetNode", "ReleaseNode"];
 
 /// The cluster that this node belongs to.
 #[derive(Debug)]
-pub struct Claim {
+pub struct NodeClaim {
     file: PathBuf,
     owner: Mutex<Option<String>>,
 }
@@ -42,19 +42,19 @@ struct StoredClaim {
     unknown: Unknown,
 }
 
-impl Claim {
+impl NodeClaim {
     /// Reads the claim that an earlier agent has stored.
     ///
     /// # Errors
     /// The file cannot be read.
-    pub fn open(state_dir: &Path) -> Result<Claim, NodeError> {
+    pub fn open(state_dir: &Path) -> Result<NodeClaim, NodeError> {
         let file = state_dir.join("cluster.json");
         let owner = if file.try_exists().map_err(NodeError::at(&file))? {
             Some(load_spec::<StoredClaim>(&file)?.cluster)
         } else {
             None
         };
-        Ok(Claim { file, owner: Mutex::new(owner) })
+        Ok(NodeClaim { file, owner: Mutex::new(owner) })
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<String>> {
@@ -126,14 +126,14 @@ impl Claim {
 #[derive(Clone, Debug)]
 pub struct Claimed<S> {
     service: S,
-    claim: Arc<Claim>,
+    claim: Arc<NodeClaim>,
     leaders: Arc<Leaders>,
 }
 
 impl<S> Claimed<S> {
     /// Returns `service` behind `claim`. All services of an agent share `leaders`: a leader that has called
     /// one of them is the newest for the others too.
-    pub fn new(service: S, claim: Arc<Claim>, leaders: Arc<Leaders>) -> Claimed<S> {
+    pub fn new(service: S, claim: Arc<NodeClaim>, leaders: Arc<Leaders>) -> Claimed<S> {
         Claimed { service, claim, leaders }
     }
 }
@@ -210,14 +210,14 @@ mod tests {
     #[test]
     fn the_first_cluster_has_the_node_until_it_is_handed_over() {
         let dir = tempfile::tempdir().unwrap();
-        let claim = Claim::open(dir.path()).unwrap();
+        let claim = NodeClaim::open(dir.path()).unwrap();
         assert_eq!(claim.owner(), None);
         claim.admit("one").unwrap();
         claim.admit("one").unwrap();
         let refused = claim.admit("two").unwrap_err().to_string();
         assert!(refused.contains("belongs to cluster one") && refused.contains("node release"), "{refused}");
         drop(claim);
-        let claim = Claim::open(dir.path()).unwrap();
+        let claim = NodeClaim::open(dir.path()).unwrap();
         assert!(matches!(claim.admit("two"), Err(NodeError::Precondition(_))), "the next agent knows it");
 
         let wrong = claim.hand_over("three", "two").unwrap_err().to_string();
@@ -225,13 +225,13 @@ mod tests {
         claim.hand_over("one", "two").unwrap();
         claim.hand_over("one", "two").unwrap();
         assert!(claim.admit("one").is_err());
-        Claim::open(dir.path()).unwrap().admit("two").unwrap();
+        NodeClaim::open(dir.path()).unwrap().admit("two").unwrap();
     }
 
     #[test]
     fn a_cluster_has_a_name() {
         let dir = tempfile::tempdir().unwrap();
-        let claim = Claim::open(dir.path()).unwrap();
+        let claim = NodeClaim::open(dir.path()).unwrap();
         for bad in ["", "a b", &"x".repeat(NAME_MAX_BYTES + 1)] {
             assert!(matches!(claim.admit(bad), Err(NodeError::Invalid(_))), "{bad:?}");
         }

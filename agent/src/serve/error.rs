@@ -7,7 +7,10 @@ use shorthorn_control::SpecError;
 use shorthorn_store::StoreError;
 use shorthorn_types::{NameError, ReplicaIdError, TooManyMembers};
 use thiserror::Error;
-use tonic::Status;
+use tonic::{Response, Status};
+
+/// The result of a call of the node API, for tonic.
+pub type RpcResult<T> = Result<Response<T>, Status>;
 
 /// The reason why a call of the node API fails. Each variant is one status code.
 #[derive(Debug, Error)]

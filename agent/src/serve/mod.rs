@@ -47,7 +47,7 @@ use tokio::task::JoinHandle;
 use tonic::transport::Server;
 
 use crate::pid_file::PidFile;
-use claim::{Claim, Claimed};
+use claim::{Claimed, NodeClaim};
 use config::{Config, InstancesChoice};
 pub use csi::KubeletRoots;
 use discovery::Discovery;
@@ -158,7 +158,7 @@ async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
     paths.remove_old_engine_states(SystemTime::now())?;
     devices::remove_stale(&config.device_dir);
     let disks = open_disks(&config).await?;
-    let claim = Arc::new(Claim::open(&config.state_dir)?);
+    let claim = Arc::new(NodeClaim::open(&config.state_dir)?);
     for warning in longhorn::warnings(Path::new(longhorn::PROC), &config.device_dir, &disks.paths()) {
         tracing::warn!("{warning}");
     }

@@ -15,7 +15,7 @@ use crate::serve::error::NodeError;
 /// The part of a replica's state that describes its content. The rest is about other replicas, or about
 /// regions that were being written.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct State {
+struct SavedViews {
     volume: VolumeName,
     replica: ReplicaId,
     views: ReplicaViews,
@@ -65,7 +65,7 @@ pub fn inspect(directory: &Path, runs: bool) -> Result<v1::ReplicaInspection, No
     Ok(shown)
 }
 
-fn parse(bytes: &[u8]) -> Result<State, serde_json::Error> {
+fn parse(bytes: &[u8]) -> Result<SavedViews, serde_json::Error> {
     serde_json::from_slice(bytes)
 }
 
@@ -115,7 +115,7 @@ fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64)
              it again"
         )));
     }
-    let salvaged = State { views, ..state.clone() };
+    let salvaged = SavedViews { views, ..state.clone() };
     let bytes = serde_json::to_vec(&salvaged).map_err(|error| refuse(error.to_string()))?;
     // The sets describe other replicas, which receive full copies, or regions in which this one may differ
     // from them. They are removed before the state: after an interruption, all steps are repeated.
@@ -166,7 +166,7 @@ mod tests {
         views.fence(Generation::new(3, 0)).unwrap();
         let basis = views.report().clone();
         views.propose(Generation::new(3, 0), view(3, 1, &[2]), &basis).unwrap();
-        let state = State { volume: VolumeName::new("v1").unwrap(), replica: id(1), views };
+        let state = SavedViews { volume: VolumeName::new("v1").unwrap(), replica: id(1), views };
         let mut state = serde_json::to_value(&state).unwrap();
         state["missed"] = serde_json::json!({ "00000002": [1] });
         store.save_state(&serde_json::to_vec(&state).unwrap()).unwrap();

@@ -16,14 +16,14 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use crate::serve::blocking;
-use crate::serve::claim::Claim;
+use crate::serve::claim::NodeClaim;
 use crate::serve::config::Config;
 use crate::serve::csi::DriverState;
 use crate::serve::devices;
 use crate::serve::directories::directory_of;
 use crate::serve::discovery::Discovery;
 use crate::serve::disks::{self, Disks};
-use crate::serve::error::NodeError;
+use crate::serve::error::{NodeError, RpcResult};
 use crate::serve::frontends::Frontends;
 use crate::serve::host_warnings::HostWarnings;
 use crate::serve::instance::{
@@ -52,14 +52,12 @@ pub struct NodeService {
     /// The problems of this host.
     pub host_warnings: Arc<HostWarnings>,
     /// The cluster that it belongs to.
-    pub claim: Arc<Claim>,
+    pub claim: Arc<NodeClaim>,
     /// The CSI driver, if the node has one.
     pub driver: Option<Arc<DriverState>>,
     /// Ends the watches: true when the agent stops.
     pub stopping: watch::Receiver<bool>,
 }
-
-type Answer<T> = Result<Response<T>, Status>;
 
 fn dead_mounts(driver: &DriverState) -> Vec<v1::DeadMount> {
     let mounts = driver.dead_mounts.all().into_iter();
@@ -68,7 +66,7 @@ fn dead_mounts(driver: &DriverState) -> Vec<v1::DeadMount> {
 
 #[tonic::async_trait]
 impl Node for NodeService {
-    async fn get_node(&self, _: Request<v1::GetNodeRequest>) -> Answer<v1::NodeInfo> {
+    async fn get_node(&self, _: Request<v1::GetNodeRequest>) -> RpcResult<v1::NodeInfo> {
         let frontend = |FrontendReport { kind, usable, reason }| {
             let info = v1::FrontendInfo { usable, reason, ..v1::FrontendInfo::default() };
             info.with_frontend(Frontend::from(kind))
@@ -97,7 +95,7 @@ impl Node for NodeService {
     async fn release_node(
         &self,
         request: Request<v1::ReleaseNodeRequest>,
-    ) -> Answer<v1::ReleaseNodeResponse> {
+    ) -> RpcResult<v1::ReleaseNodeResponse> {
         let header = request.metadata().get(CLUSTER_HEADER).and_then(|value| value.to_str().ok());
         let missing = || {
             NodeError::Invalid(format!(
@@ -113,11 +111,11 @@ impl Node for NodeService {
     async fn list_instances(
         &self,
         _: Request<v1::ListInstancesRequest>,
-    ) -> Answer<v1::ListInstancesResponse> {
+    ) -> RpcResult<v1::ListInstancesResponse> {
         Ok(Response::new(v1::ListInstancesResponse { instances: self.hub.table().list() }))
     }
 
-    async fn start_replica(&self, request: Request<v1::StartReplicaRequest>) -> Answer<v1::Instance> {
+    async fn start_replica(&self, request: Request<v1::StartReplicaRequest>) -> RpcResult<v1::Instance> {
         let request = request.into_inner();
         let (disk, uuid, create) =
             (PathBuf::from(&request.disk_path), request.disk_uuid.clone(), request.create);
@@ -131,7 +129,7 @@ impl Node for NodeService {
         Ok(Response::new(self.hub.start_instance(spec, options).await?))
     }
 
-    async fn start_engine(&self, request: Request<v1::StartEngineRequest>) -> Answer<v1::Instance> {
+    async fn start_engine(&self, request: Request<v1::StartEngineRequest>) -> RpcResult<v1::Instance> {
         let request = request.into_inner();
         let v1::StartEngineRequest { revision, continues, .. } = request;
         let options = StartOptions { revision, continues: nonzero(continues), rebind: false };
@@ -139,7 +137,7 @@ impl Node for NodeService {
         Ok(Response::new(self.hub.start_instance(spec, options).await?))
     }
 
-    async fn grant(&self, request: Request<v1::GrantRequest>) -> Answer<v1::GrantResponse> {
+    async fn grant(&self, request: Request<v1::GrantRequest>) -> RpcResult<v1::GrantResponse> {
         let request = request.into_inner();
         let view = request.view.ok_or_else(|| NodeError::Invalid("the view is missing".into()))?;
         let view = view.try_into().map_err(|error: ViewError| NodeError::from(error))?;
@@ -150,7 +148,7 @@ impl Node for NodeService {
     async fn update_replicas(
         &self,
         request: Request<v1::UpdateReplicasRequest>,
-    ) -> Answer<v1::UpdateReplicasResponse> {
+    ) -> RpcResult<v1::UpdateReplicasResponse> {
         let request = request.into_inner();
         let (volume, replicas) = (name(&request.volume)?, endpoints(request.replicas)?);
         self.hub.update_replicas(volume, nonzero(request.attach), replicas, request.revision).await?;
@@ -160,7 +158,7 @@ impl Node for NodeService {
     async fn upgrade_engine(
         &self,
         request: Request<v1::UpgradeEngineRequest>,
-    ) -> Answer<v1::UpgradeEngineResponse> {
+    ) -> RpcResult<v1::UpgradeEngineResponse> {
         let request = request.into_inner();
         let v1::UpgradeEngineRequest { volume, attach, only_outdated } = request;
         let upgraded = self.hub.upgrade(name(&volume)?, nonzero(attach), only_outdated).await?;
@@ -172,7 +170,7 @@ impl Node for NodeService {
         }))
     }
 
-    async fn scrub(&self, request: Request<v1::ScrubRequest>) -> Answer<v1::ScrubResponse> {
+    async fn scrub(&self, request: Request<v1::ScrubRequest>) -> RpcResult<v1::ScrubResponse> {
         let v1::ScrubRequest { volume, stop, repair, bytes_per_s } = request.into_inner();
         let scrub = (!stop).then_some(ScrubCommand { bytes_per_s: nonzero(bytes_per_s), repair });
         self.hub.scrub(name(&volume)?, scrub).await?;
@@ -182,7 +180,7 @@ impl Node for NodeService {
     async fn fence_replica(
         &self,
         request: Request<v1::FenceReplicaRequest>,
-    ) -> Answer<v1::FenceReplicaResponse> {
+    ) -> RpcResult<v1::FenceReplicaResponse> {
         let request = request.into_inner();
         let replica: ReplicaId = request.replica_id.parse().map_err(NodeError::from)?;
         self.hub.fence(name(&request.volume)?, replica, request.attach).await?;
@@ -192,7 +190,7 @@ impl Node for NodeService {
     async fn set_rebuild_limits(
         &self,
         request: Request<v1::SetRebuildLimitsRequest>,
-    ) -> Answer<v1::SetRebuildLimitsResponse> {
+    ) -> RpcResult<v1::SetRebuildLimitsResponse> {
         let request = request.into_inner();
         let limits = rebuild_limits(request.limits)?;
         self.hub.set_limits(name(&request.volume)?, nonzero(request.attach), limits).await?;
@@ -202,7 +200,7 @@ impl Node for NodeService {
     async fn expand_engine(
         &self,
         request: Request<v1::ExpandEngineRequest>,
-    ) -> Answer<v1::ExpandEngineResponse> {
+    ) -> RpcResult<v1::ExpandEngineResponse> {
         let v1::ExpandEngineRequest { volume, attach, size_bytes } = request.into_inner();
         self.hub.expand(name(&volume)?, nonzero(attach), volume_size(size_bytes)?).await?;
         Ok(Response::new(v1::ExpandEngineResponse {}))
@@ -211,7 +209,7 @@ impl Node for NodeService {
     async fn stop_instance(
         &self,
         request: Request<v1::StopInstanceRequest>,
-    ) -> Answer<v1::StopInstanceResponse> {
+    ) -> RpcResult<v1::StopInstanceResponse> {
         let request = request.into_inner();
         let id = InstanceId::parse(request.kind(), &request.name)?;
         self.hub.stop_instance(id, nonzero(request.attach)).await?;
@@ -223,7 +221,7 @@ impl Node for NodeService {
     async fn watch_instances(
         &self,
         _: Request<v1::WatchInstancesRequest>,
-    ) -> Answer<Self::WatchInstancesStream> {
+    ) -> RpcResult<Self::WatchInstancesStream> {
         let (sender, events) = mpsc::channel(WATCH_QUEUE);
         let (watch, mut stopping) = (self.hub.table().watch(), self.stopping.clone());
         tokio::spawn(async move {
@@ -236,18 +234,21 @@ impl Node for NodeService {
         Ok(Response::new(Box::pin(ReceiverStream::new(events))))
     }
 
-    async fn list_disks(&self, _: Request<v1::ListDisksRequest>) -> Answer<v1::ListDisksResponse> {
+    async fn list_disks(&self, _: Request<v1::ListDisksRequest>) -> RpcResult<v1::ListDisksResponse> {
         let all = Arc::clone(&self.disks);
         let disks = blocking(move || Ok(all.list())).await?;
         Ok(Response::new(v1::ListDisksResponse { disks }))
     }
 
-    async fn add_disk(&self, request: Request<v1::AddDiskRequest>) -> Answer<v1::Disk> {
+    async fn add_disk(&self, request: Request<v1::AddDiskRequest>) -> RpcResult<v1::Disk> {
         let (all, path) = (Arc::clone(&self.disks), request.into_inner().path);
         Ok(Response::new(blocking(move || all.add(&path)).await?))
     }
 
-    async fn remove_disk(&self, request: Request<v1::RemoveDiskRequest>) -> Answer<v1::RemoveDiskResponse> {
+    async fn remove_disk(
+        &self,
+        request: Request<v1::RemoveDiskRequest>,
+    ) -> RpcResult<v1::RemoveDiskResponse> {
         let (all, path) = (Arc::clone(&self.disks), PathBuf::from(request.into_inner().path));
         blocking(move || all.remove(&path)).await?;
         Ok(Response::new(v1::RemoveDiskResponse {}))
@@ -256,7 +257,7 @@ impl Node for NodeService {
     async fn delete_replica(
         &self,
         request: Request<v1::DeleteReplicaRequest>,
-    ) -> Answer<v1::DeleteReplicaResponse> {
+    ) -> RpcResult<v1::DeleteReplicaResponse> {
         let request = request.into_inner();
         let (disk, id) = self.place(request.disk_path, &request.volume, &request.replica_id)?;
         self.check_disk(disk.clone(), request.disk_uuid.clone()).await?;
@@ -266,7 +267,7 @@ impl Node for NodeService {
         Ok(Response::new(v1::DeleteReplicaResponse {}))
     }
 
-    async fn list_trash(&self, _: Request<v1::ListTrashRequest>) -> Answer<v1::ListTrashResponse> {
+    async fn list_trash(&self, _: Request<v1::ListTrashRequest>) -> RpcResult<v1::ListTrashResponse> {
         let (all, limits) = (Arc::clone(&self.disks), TrashLimits::of(&self.config));
         Ok(Response::new(blocking(move || Ok(all.trash(limits))).await?))
     }
@@ -274,7 +275,7 @@ impl Node for NodeService {
     async fn restore_replica(
         &self,
         request: Request<v1::RestoreReplicaRequest>,
-    ) -> Answer<v1::RestoreReplicaResponse> {
+    ) -> RpcResult<v1::RestoreReplicaResponse> {
         let request = request.into_inner();
         let (disk, id) = self.place(request.disk_path, &request.volume, &request.replica_id)?;
         self.check_disk(disk.clone(), request.disk_uuid.clone()).await?;
@@ -287,7 +288,7 @@ impl Node for NodeService {
     async fn remove_trash(
         &self,
         request: Request<v1::RemoveTrashRequest>,
-    ) -> Answer<v1::RemoveTrashResponse> {
+    ) -> RpcResult<v1::RemoveTrashResponse> {
         let request = request.into_inner();
         let (disk, id) = self.place(request.disk_path, &request.volume, &request.replica_id)?;
         self.check_disk(disk.clone(), request.disk_uuid.clone()).await?;
@@ -301,7 +302,7 @@ impl Node for NodeService {
     async fn inspect_replica(
         &self,
         request: Request<v1::InspectReplicaRequest>,
-    ) -> Answer<v1::ReplicaInspection> {
+    ) -> RpcResult<v1::ReplicaInspection> {
         let request = request.into_inner();
         let (disk, id) = self.place(request.disk_path, &request.volume, &request.replica_id)?;
         let directory = directory_of(&disk, &id);
@@ -311,7 +312,7 @@ impl Node for NodeService {
     async fn salvage_replica(
         &self,
         request: Request<v1::SalvageReplicaRequest>,
-    ) -> Answer<v1::SalvageReplicaResponse> {
+    ) -> RpcResult<v1::SalvageReplicaResponse> {
         let request = request.into_inner();
         if request.attach == 0 {
             return Err(NodeError::Invalid("attach is 0: draw a new number for the salvage".into()).into());
@@ -324,7 +325,7 @@ impl Node for NodeService {
         Ok(Response::new(v1::SalvageReplicaResponse {}))
     }
 
-    async fn list_devices(&self, _: Request<v1::ListDevicesRequest>) -> Answer<v1::ListDevicesResponse> {
+    async fn list_devices(&self, _: Request<v1::ListDevicesRequest>) -> RpcResult<v1::ListDevicesResponse> {
         let (dir, instances) = (self.config.device_dir.clone(), self.hub.table().list());
         let devices = blocking(move || {
             let engine = i32::from(v1::InstanceKind::Engine);
@@ -337,7 +338,7 @@ impl Node for NodeService {
     async fn discover_devices(
         &self,
         _: Request<v1::DiscoverDevicesRequest>,
-    ) -> Answer<v1::DiscoverDevicesResponse> {
+    ) -> RpcResult<v1::DiscoverDevicesResponse> {
         Ok(Response::new(v1::DiscoverDevicesResponse { devices: self.discovery.devices().await? }))
     }
 }

@@ -78,7 +78,7 @@ struct Record {
 
 /// A directory in the trash.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Entry {
+struct TrashEntry {
     folder: PathBuf,
     id: InstanceId,
     deleted_ms: u64,
@@ -349,12 +349,12 @@ fn allocated_bytes(directory: &Path) -> u64 {
 }
 
 /// Returns the content of the trash of a disk, the oldest first. A disk without a trash has none.
-fn entries(disk: &Path) -> Result<Vec<Entry>, NodeError> {
+fn entries(disk: &Path) -> Result<Vec<TrashEntry>, NodeError> {
     entries_of(disk, |_| true)
 }
 
 /// Returns the folders of the selected replicas.
-fn entries_of(disk: &Path, is_meant: impl Fn(&InstanceId) -> bool) -> Result<Vec<Entry>, NodeError> {
+fn entries_of(disk: &Path, is_meant: impl Fn(&InstanceId) -> bool) -> Result<Vec<TrashEntry>, NodeError> {
     let root = root_of(disk);
     let found = match fs::read_dir(&root) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -373,7 +373,7 @@ fn entries_of(disk: &Path, is_meant: impl Fn(&InstanceId) -> bool) -> Result<Vec
 
 /// Returns the entry of a folder. None: it is empty, or gone meanwhile. An unreadable one counts as a folder
 /// with its directory.
-fn entry(disk: &Path, folder: PathBuf) -> Option<Entry> {
+fn entry(disk: &Path, folder: PathBuf) -> Option<TrashEntry> {
     let (id, deleted_ms) = named(&folder)?;
     let (inside, in_place) = (folder.join(DIRECTORY), directory_of(disk, &id));
     let look = || -> io::Result<(bool, bool)> {
@@ -391,7 +391,7 @@ fn entry(disk: &Path, folder: PathBuf) -> Option<Entry> {
         return None;
     }
     let directory = if is_restored { in_place } else { inside };
-    Some(Entry { folder, id, deleted_ms, directory, is_restored, record })
+    Some(TrashEntry { folder, id, deleted_ms, directory, is_restored, record })
 }
 
 fn is_directory(path: &Path) -> io::Result<bool> {
@@ -407,7 +407,7 @@ fn named(folder: &Path) -> Option<(InstanceId, u64)> {
     Some((InstanceId::parse(v1::InstanceKind::Replica, name).ok()?, deleted_ms.parse().ok()?))
 }
 
-impl Entry {
+impl TrashEntry {
     fn allocated_bytes(&self) -> u64 {
         match &self.record {
             Ok(record) => record.allocated_bytes,
@@ -421,7 +421,7 @@ impl Entry {
 /// # Errors
 /// The trash cannot be read.
 pub fn list(disk: &Path, disk_uuid: &str, limits: TrashLimits) -> Result<Vec<v1::TrashedReplica>, NodeError> {
-    let shown = |entry: Entry| {
+    let shown = |entry: TrashEntry| {
         let InstanceId::Replica(volume, replica) = &entry.id else { return None };
         // Without that it is not known how new the data is; then the record has to do.
         let holds = salvage::inspect(&entry.directory, false).unwrap_or_default();
@@ -451,7 +451,7 @@ pub fn trash_bytes(disk: &Path) -> u64 {
         .unwrap_or_default()
         .iter()
         .filter(|entry| !entry.is_restored)
-        .map(Entry::allocated_bytes)
+        .map(TrashEntry::allocated_bytes)
         .sum()
 }
 
@@ -483,7 +483,7 @@ fn outlived(all: &[(u64, u64)], limits: TrashLimits, space: Space, now_ms: u64) 
 pub fn sweep(disk: &Path, limits: TrashLimits, now_ms: u64) {
     remove_gone(disk);
     remove_leftovers(disk, |_, deleted_ms| now_ms.saturating_sub(deleted_ms) >= limits.keep_ms());
-    let all: Vec<Entry> = match entries(disk) {
+    let all: Vec<TrashEntry> = match entries(disk) {
         Ok(all) => all.into_iter().filter(|entry| !entry.is_restored).collect(),
         Err(error) => {
             tracing::warn!("the trash is not swept: {error}");

@@ -28,11 +28,11 @@ pub async fn start(authority: Authority, own: Bundle) -> String {
     address
 }
 
-type Answer<T> = Result<Response<T>, Status>;
+type RpcResult<T> = Result<Response<T>, Status>;
 
 #[tonic::async_trait]
 impl ControllerTls for Enrolment {
-    async fn enroll(&self, request: Request<v1::EnrollRequest>) -> Answer<v1::Certificates> {
+    async fn enroll(&self, request: Request<v1::EnrollRequest>) -> RpcResult<v1::Certificates> {
         let v1::EnrollRequest { token, node_name, csr } = request.into_inner();
         let mut authority = self.0.lock().unwrap();
         let csr = CertificateRequest::from_der(&csr).unwrap();
@@ -53,29 +53,29 @@ impl ControllerTls for Enrolment {
     async fn create_join_token(
         &self,
         _: Request<v1::CreateJoinTokenRequest>,
-    ) -> Answer<v1::JoinTokenResponse> {
+    ) -> RpcResult<v1::JoinTokenResponse> {
         Err(Status::unimplemented("not here"))
     }
 
     async fn issue_admin_certificate(
         &self,
         _: Request<v1::IssueAdminCertificateRequest>,
-    ) -> Answer<v1::Certificates> {
+    ) -> RpcResult<v1::Certificates> {
         Err(Status::unimplemented("not here"))
     }
 
-    async fn get_tls(&self, _: Request<v1::GetTlsRequest>) -> Answer<v1::TlsState> {
+    async fn get_tls(&self, _: Request<v1::GetTlsRequest>) -> RpcResult<v1::TlsState> {
         Err(Status::unimplemented("not here"))
     }
 
     async fn revoke_certificate(
         &self,
         _: Request<v1::RevokeCertificateRequest>,
-    ) -> Answer<v1::RevokeCertificateResponse> {
+    ) -> RpcResult<v1::RevokeCertificateResponse> {
         Err(Status::unimplemented("not here"))
     }
 
-    async fn roll_over(&self, _: Request<v1::RollOverRequest>) -> Answer<v1::TlsState> {
+    async fn roll_over(&self, _: Request<v1::RollOverRequest>) -> RpcResult<v1::TlsState> {
         Err(Status::unimplemented("not here"))
     }
 }

@@ -65,7 +65,7 @@ impl std::fmt::Debug for NodeService {
     }
 }
 
-type Answer<T> = Result<Response<T>, Status>;
+type RpcResult<T> = Result<Response<T>, Status>;
 /// The answer of [`Volumes`].
 type VolumeResult = Result<Volume, VolumesError>;
 
@@ -101,7 +101,7 @@ impl NodeService {
         gates: &Gates,
         volume: VolumeName,
         work: impl FnOnce(&NodeOptions, VolumeResult) -> Result<T, CsiError> + Send + 'static,
-    ) -> Answer<T> {
+    ) -> RpcResult<T> {
         self.work_on(gates, volume, false, work).await
     }
 
@@ -112,7 +112,7 @@ impl NodeService {
         volume: VolumeName,
         is_new_here: bool,
         work: impl FnOnce(&NodeOptions, VolumeResult) -> Result<T, CsiError> + Send + 'static,
-    ) -> Answer<T> {
+    ) -> RpcResult<T> {
         let pass = gates.enter(&volume).ok_or_else(|| CsiError::busy(&volume))?;
         let slow = || CsiError::TooSlow(format!("volume {volume}: still under way after {CALL_LIMIT:?}"));
         let limit = tokio::time::sleep(CALL_LIMIT);
@@ -148,7 +148,7 @@ impl Node for NodeService {
     async fn node_stage_volume(
         &self,
         request: Request<v1::NodeStageVolumeRequest>,
-    ) -> Answer<v1::NodeStageVolumeResponse> {
+    ) -> RpcResult<v1::NodeStageVolumeResponse> {
         let request = request.into_inner();
         let volume = arguments::volume(&request.volume_id)?;
         let staging = arguments::path("staging_target_path", &request.staging_target_path)?;
@@ -163,7 +163,7 @@ impl Node for NodeService {
     async fn node_unstage_volume(
         &self,
         request: Request<v1::NodeUnstageVolumeRequest>,
-    ) -> Answer<v1::NodeUnstageVolumeResponse> {
+    ) -> RpcResult<v1::NodeUnstageVolumeResponse> {
         let request = request.into_inner();
         let volume = arguments::volume(&request.volume_id)?;
         let staging = arguments::path("staging_target_path", &request.staging_target_path)?;
@@ -179,7 +179,7 @@ impl Node for NodeService {
     async fn node_publish_volume(
         &self,
         request: Request<v1::NodePublishVolumeRequest>,
-    ) -> Answer<v1::NodePublishVolumeResponse> {
+    ) -> RpcResult<v1::NodePublishVolumeResponse> {
         let request = request.into_inner();
         let volume = arguments::volume(&request.volume_id)?;
         let target = arguments::path("target_path", &request.target_path)?;
@@ -202,7 +202,7 @@ impl Node for NodeService {
     async fn node_unpublish_volume(
         &self,
         request: Request<v1::NodeUnpublishVolumeRequest>,
-    ) -> Answer<v1::NodeUnpublishVolumeResponse> {
+    ) -> RpcResult<v1::NodeUnpublishVolumeResponse> {
         let request = request.into_inner();
         let volume = arguments::volume(&request.volume_id)?;
         let target = arguments::path("target_path", &request.target_path)?;
@@ -218,7 +218,7 @@ impl Node for NodeService {
     async fn node_get_volume_stats(
         &self,
         request: Request<v1::NodeGetVolumeStatsRequest>,
-    ) -> Answer<v1::NodeGetVolumeStatsResponse> {
+    ) -> RpcResult<v1::NodeGetVolumeStatsResponse> {
         let request = request.into_inner();
         let volume = arguments::volume(&request.volume_id)?;
         let path = arguments::volume_path(&request.volume_path)?;
@@ -236,7 +236,7 @@ impl Node for NodeService {
     async fn node_expand_volume(
         &self,
         request: Request<v1::NodeExpandVolumeRequest>,
-    ) -> Answer<v1::NodeExpandVolumeResponse> {
+    ) -> RpcResult<v1::NodeExpandVolumeResponse> {
         let request = request.into_inner();
         let volume = arguments::volume(&request.volume_id)?;
         let path = arguments::volume_path(&request.volume_path)?;
@@ -253,7 +253,7 @@ impl Node for NodeService {
     async fn node_get_capabilities(
         &self,
         _: Request<v1::NodeGetCapabilitiesRequest>,
-    ) -> Answer<v1::NodeGetCapabilitiesResponse> {
+    ) -> RpcResult<v1::NodeGetCapabilitiesResponse> {
         use v1::node_service_capability::{Rpc, Type, rpc};
         // Not VOLUME_MOUNT_GROUP: ext4 and xfs have no mount option for it, and kubelet changes the group by
         // itself.
@@ -271,7 +271,7 @@ impl Node for NodeService {
         Ok(Response::new(v1::NodeGetCapabilitiesResponse { capabilities }))
     }
 
-    async fn node_get_info(&self, _: Request<v1::NodeGetInfoRequest>) -> Answer<v1::NodeGetInfoResponse> {
+    async fn node_get_info(&self, _: Request<v1::NodeGetInfoRequest>) -> RpcResult<v1::NodeGetInfoResponse> {
         let mut segments = [(TOPOLOGY_NODE.to_owned(), self.options.node_id.clone())].to_vec();
         segments.extend(self.options.zone.clone().map(|zone| (TOPOLOGY_ZONE.to_owned(), zone)));
         Ok(Response::new(v1::NodeGetInfoResponse {

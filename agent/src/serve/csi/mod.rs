@@ -141,7 +141,7 @@ impl Driver {
             let mut waits = false;
             loop {
                 // Watched before it is looked at, so that nothing happens unseen in between.
-                let change = Change::of(&self.finder.candidates());
+                let change = PathChange::of(&self.finder.candidates());
                 let Some(root) = self.root() else {
                     if !waits {
                         tracing::info!("no kubelet on this host yet: the CSI driver waits for it");
@@ -200,7 +200,7 @@ impl Driver {
         );
         self.state.is(None);
         loop {
-            let change = Change::of(&[&paths.csi, &paths.registration].map(Clone::clone));
+            let change = PathChange::of(&[&paths.csi, &paths.registration].map(Clone::clone));
             if !csi.is_there() || !registration.is_there() {
                 tracing::warn!(
                     root = %root.display(),
@@ -231,15 +231,15 @@ impl Driver {
 }
 
 /// A possible change at some paths.
-struct Change(Option<Watch>);
+struct PathChange(Option<Watch>);
 
-impl Change {
-    fn of(paths: &[PathBuf]) -> Change {
+impl PathChange {
+    fn of(paths: &[PathBuf]) -> PathChange {
         let watch = Watch::over(paths);
         let failed = |error: &std::io::Error| {
             tracing::warn!("directories cannot be watched; they are checked periodically: {error}");
         };
-        Change(watch.inspect_err(failed).ok())
+        PathChange(watch.inspect_err(failed).ok())
     }
 
     /// Returns when it has, or after a while.

@@ -25,7 +25,7 @@ use crate::pid_file::Holder;
 use crate::serve::instance::backend::Pending;
 use crate::serve::instance::process::{ORDERLY_LIMIT, end_of, request_end};
 use crate::serve::instance::{
-    Backend, BackendError, InstanceId, InstancePaths, Process, ProcessPhase, Table, program,
+    Backend, BackendError, InstanceId, InstancePaths, InstanceProcess, ProcessPhase, Table, program,
 };
 use crate::supervision::{Invocation, RestartBackoff};
 
@@ -92,7 +92,7 @@ impl Backend for Children {
             if self.paths.pid(id).exists() {
                 self.run(id);
             } else {
-                self.table.set_process(id, Process::only(ProcessPhase::Stopped));
+                self.table.set_process(id, InstanceProcess::only(ProcessPhase::Stopped));
             }
             Ok(())
         })
@@ -186,23 +186,23 @@ impl Instance {
             let started = Instant::now();
             let ended = match self.find_or_spawn() {
                 Ok(mut living) => {
-                    self.report(Process::with_pid(ProcessPhase::Running, living.pid));
+                    self.report(InstanceProcess::with_pid(ProcessPhase::Running, living.pid));
                     tokio::select! {
                         biased;
                         () = stop_requested(&mut self.stopping) => {
-                            self.report(Process::with_pid(ProcessPhase::Stopping, living.pid));
+                            self.report(InstanceProcess::with_pid(ProcessPhase::Stopping, living.pid));
                             self.end(&mut living, &ProcessCommand::Stop).await?;
                             break;
                         }
                         () = self.restart.notified() => {
                             self.end(&mut living, &ProcessCommand::Handover).await?;
-                            self.report(Process::only(ProcessPhase::Starting));
+                            self.report(InstanceProcess::only(ProcessPhase::Starting));
                             continue;
                         }
                         ended = living.ended() => ended,
                     }
                 }
-                Err(error) => Ended::Badly(error.to_string()),
+                Err(error) => ProcessEnd::Badly(error.to_string()),
             };
             self.pause(started, ended).await;
         }
@@ -212,17 +212,17 @@ impl Instance {
     }
 
     /// Says how the process ended, and waits a little before the next one.
-    async fn pause(&mut self, started: Instant, ended: Ended) {
+    async fn pause(&mut self, started: Instant, ended: ProcessEnd) {
         let backoff = self.backoff.ended(started.elapsed());
         match ended {
-            Ended::Well => {
+            ProcessEnd::Well => {
                 tracing::info!(instance = %self.id, ?backoff, "ended by itself, starting the next one");
-                self.report(Process::only(ProcessPhase::Starting));
+                self.report(InstanceProcess::only(ProcessPhase::Starting));
             }
-            Ended::Badly(how) => {
+            ProcessEnd::Badly(how) => {
                 let words = self.last_words(&how);
                 tracing::warn!(instance = %self.id, ?backoff, "ended, starting it again: {words}");
-                self.report(Process::failed(words));
+                self.report(InstanceProcess::failed(words));
             }
         }
         tokio::select! {
@@ -232,7 +232,7 @@ impl Instance {
         }
     }
 
-    fn report(&self, process: Process) {
+    fn report(&self, process: InstanceProcess) {
         self.table.set_process(&self.id, process);
     }
 
@@ -307,7 +307,7 @@ impl Instance {
 }
 
 /// The way in which a process ended.
-enum Ended {
+enum ProcessEnd {
     /// The end was requested: another program requested the engine to leave its device to the next one.
     Well,
     /// The process failed; a message.
@@ -321,15 +321,15 @@ async fn stop_requested(stopping: &mut watch::Receiver<bool>) {
 
 impl Living {
     /// Waits for its end, and says how it was.
-    async fn ended(&mut self) -> Ended {
+    async fn ended(&mut self) -> ProcessEnd {
         if let Err(error) = self.fd.readable().await {
-            return Ended::Badly(format!("cannot wait for process {}: {error}", self.pid));
+            return ProcessEnd::Badly(format!("cannot wait for process {}: {error}", self.pid));
         }
         match self.child.as_mut().map(Child::wait) {
-            Some(Ok(status)) if status.success() => Ended::Well,
-            Some(Ok(status)) => Ended::Badly(status.to_string()),
-            Some(Err(error)) => Ended::Badly(error.to_string()),
-            None => Ended::Badly(format!("process {} ended", self.pid)),
+            Some(Ok(status)) if status.success() => ProcessEnd::Well,
+            Some(Ok(status)) => ProcessEnd::Badly(status.to_string()),
+            Some(Err(error)) => ProcessEnd::Badly(error.to_string()),
+            None => ProcessEnd::Badly(format!("process {} ended", self.pid)),
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::serve::blocking;
 use crate::serve::error::NodeError;
 use crate::serve::instance::hub::finish;
 use crate::serve::instance::program::{self, Comparison};
-use crate::serve::instance::{Hub, InstanceId, Process, ProcessPhase, Spec, Watch, control_watch};
+use crate::serve::instance::{Hub, InstanceId, InstanceProcess, ProcessPhase, Spec, Watch, control_watch};
 
 /// The longest that the new process of an upgrade may take to serve. The last process may drain for 5 s, and
 /// the new one waits up to 30 s for its replicas.
@@ -223,7 +223,11 @@ impl Hub {
     }
 
     /// Returns the engine of that attachment, or of any if it is none.
-    fn engine_of(&self, id: &InstanceId, attach: Option<u64>) -> Result<(EngineSpec, Process), NodeError> {
+    fn engine_of(
+        &self,
+        id: &InstanceId,
+        attach: Option<u64>,
+    ) -> Result<(EngineSpec, InstanceProcess), NodeError> {
         let Some((Spec::Engine(spec), process)) = self.table().known(id) else {
             return Err(NodeError::Precondition(format!("{id} does not exist on this node")));
         };
@@ -310,13 +314,13 @@ impl Hub {
             self.refuse_in_use(&spec).await?;
             let watch = self.table().watch();
             tracing::info!(instance = %id, "recreating the device with the size of the volume");
-            self.table().set_process(&id, Process { phase: ProcessPhase::Stopping, ..process });
+            self.table().set_process(&id, InstanceProcess { phase: ProcessPhase::Stopping, ..process });
             // The engine removes its device. For the controller it stays the same engine, which never
             // stopped.
             let stopped = self.backend().stop(&id).await;
-            self.table().set_process(&id, Process::only(ProcessPhase::Starting));
+            self.table().set_process(&id, InstanceProcess::only(ProcessPhase::Starting));
             if let Err(error) = self.backend().start(&id).await {
-                self.table().set_process(&id, Process::failed(error.to_string()));
+                self.table().set_process(&id, InstanceProcess::failed(error.to_string()));
                 return Err(error.into());
             }
             stopped?;

@@ -21,7 +21,9 @@ use tokio::task::JoinHandle;
 
 use crate::serve::blocking;
 use crate::serve::error::NodeError;
-use crate::serve::instance::{Backend, InstanceId, InstancePaths, Process, ProcessPhase, Spec, Table, ports};
+use crate::serve::instance::{
+    Backend, InstanceId, InstancePaths, InstanceProcess, ProcessPhase, Spec, Table, ports,
+};
 use crate::serve::network::{Choice, DataAddress};
 
 /// The instances of this node.
@@ -74,7 +76,7 @@ impl Hub {
             for id in spec_files(&self.paths.specs(kind), kind)? {
                 match Spec::load(&id, &self.paths) {
                     Ok(spec) => {
-                        self.table.insert(spec, Process::only(ProcessPhase::Stopped));
+                        self.table.insert(spec, InstanceProcess::only(ProcessPhase::Stopped));
                         self.backend.adopt(&id).await?;
                     }
                     // Its process, if any, continues; a new start writes the file again.
@@ -172,12 +174,12 @@ impl Hub {
             drop(choosing);
             self.backend.restart(&id).await
         } else {
-            self.table.insert(spec, Process::only(ProcessPhase::Starting));
+            self.table.insert(spec, InstanceProcess::only(ProcessPhase::Starting));
             drop(choosing);
             self.backend.start(&id).await
         };
         if let Err(error) = started {
-            self.table.set_process(&id, Process::failed(error.to_string()));
+            self.table.set_process(&id, InstanceProcess::failed(error.to_string()));
             return Err(error.into());
         }
         self.published(&id)
@@ -252,7 +254,7 @@ impl Hub {
             self.refuse_in_use(engine).await?;
         }
         if process.phase != ProcessPhase::Stopped {
-            self.table.set_process(id, Process { phase: ProcessPhase::Stopping, ..process });
+            self.table.set_process(id, InstanceProcess { phase: ProcessPhase::Stopping, ..process });
         }
         self.backend.stop(id).await?;
         if let Spec::Engine(engine) = spec {

@@ -3,10 +3,10 @@
 use shorthorn_api::v1::{self, InstanceState, instance::Detail};
 use shorthorn_control::{EnginePhase, EngineSpec, ReplicaPhase, ReplicaSpec, Status};
 
-use crate::serve::instance::{Process, ProcessPhase, Spec};
+use crate::serve::instance::{InstanceProcess, ProcessPhase, Spec};
 
 /// Combines the states of the process and of the control socket of an instance.
-pub fn instance(spec: &Spec, process: &Process, status: Option<&Status>) -> v1::Instance {
+pub fn instance(spec: &Spec, process: &InstanceProcess, status: Option<&Status>) -> v1::Instance {
     let id = spec.id();
     let (inside, reported) = match status {
         Some(Status::Engine(engine)) => (engine_state(engine.phase), engine.message.as_str()),

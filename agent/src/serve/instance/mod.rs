@@ -27,7 +27,7 @@ pub use children::Children;
 pub use control_watch::io_counters;
 pub use hub::{Hub, StartOptions};
 pub use paths::InstancePaths;
-pub use process::{Process, ProcessPhase};
+pub use process::{InstanceProcess, ProcessPhase};
 pub use spec::{Spec, endpoints, rebuild_limits, volume_size};
 pub use systemd::Systemd;
 pub use table::{Table, Watch};

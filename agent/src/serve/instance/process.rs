@@ -31,7 +31,7 @@ pub enum ProcessPhase {
 
 /// The process of an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Process {
+pub struct InstanceProcess {
     /// The point of its life, as the supervisor last saw it.
     pub phase: ProcessPhase,
     /// The process id of the living process.
@@ -40,20 +40,20 @@ pub struct Process {
     pub message: Option<String>,
 }
 
-impl Process {
+impl InstanceProcess {
     /// Returns a state in `phase`, with no id and no message.
-    pub fn only(phase: ProcessPhase) -> Process {
-        Process { phase, pid: None, message: None }
+    pub fn only(phase: ProcessPhase) -> InstanceProcess {
+        InstanceProcess { phase, pid: None, message: None }
     }
 
     /// Returns a state in `phase` as process `pid`.
-    pub fn with_pid(phase: ProcessPhase, pid: i32) -> Process {
-        Process { phase, pid: Some(pid), message: None }
+    pub fn with_pid(phase: ProcessPhase, pid: i32) -> InstanceProcess {
+        InstanceProcess { phase, pid: Some(pid), message: None }
     }
 
     /// Returns a process that could not be started, with the reason for the controller.
-    pub fn failed(message: impl Into<String>) -> Process {
-        Process { phase: ProcessPhase::Failed, pid: None, message: Some(message.into()) }
+    pub fn failed(message: impl Into<String>) -> InstanceProcess {
+        InstanceProcess { phase: ProcessPhase::Failed, pid: None, message: Some(message.into()) }
     }
 }
 

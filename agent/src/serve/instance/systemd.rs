@@ -20,7 +20,7 @@ use crate::serve::instance::backend::Pending;
 use crate::serve::instance::process::{ORDERLY_LIMIT, ends_within, request_end};
 use crate::serve::instance::units::{JobRemovedStream, ManagerProxy, ServiceProxy, UnitProxy, unit_of};
 use crate::serve::instance::{
-    Backend, BackendError, InstanceId, InstancePaths, Process, ProcessPhase, Table,
+    Backend, BackendError, InstanceId, InstancePaths, InstanceProcess, ProcessPhase, Table,
 };
 
 const DESTINATION: &str = "org.freedesktop.systemd1";
@@ -86,7 +86,7 @@ impl Backend for Systemd {
     fn adopt<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
         Box::pin(async move {
             // A caller before the first check must not see it as stopped for good, because it may run.
-            self.bus.table.set_process(id, Process::only(ProcessPhase::Starting));
+            self.bus.table.set_process(id, InstanceProcess::only(ProcessPhase::Starting));
             self.follow(id).await
         })
     }
@@ -219,7 +219,7 @@ impl Bus {
         unit: &UnitProxy<'_>,
         service: &ServiceProxy<'_>,
         words: &mut Option<String>,
-    ) -> Result<Process, BackendError> {
+    ) -> Result<InstanceProcess, BackendError> {
         let (active, sub) = (unit.active_state().await?, unit.sub_state().await?);
         let pid = service.main_pid().await?;
         let phase = match (active.as_str(), sub.as_str()) {
@@ -237,19 +237,19 @@ impl Bus {
             let result = service.result().await?;
             if active == "activating" && result == "success" {
                 // It has left its device to the next process, which is about to be started.
-                return Ok(Process::only(ProcessPhase::Starting));
+                return Ok(InstanceProcess::only(ProcessPhase::Starting));
             }
             // The next process may have removed them already: then those of the one before do as well.
             *words = self.last_words(id).or_else(|| words.take());
             let message =
                 words.as_ref().map_or_else(|| result.clone(), |words| format!("{words} ({result})"));
-            return Ok(Process::failed(message));
+            return Ok(InstanceProcess::failed(message));
         }
         if phase == ProcessPhase::Running {
             *words = None;
         }
         let pid = i32::try_from(pid).ok().filter(|pid| *pid != 0);
-        Ok(Process { phase, pid, message: None })
+        Ok(InstanceProcess { phase, pid, message: None })
     }
 
     /// Returns the error message that the last process has left, if any.

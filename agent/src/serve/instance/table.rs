@@ -14,7 +14,7 @@ use tokio::sync::{broadcast, watch};
 use tokio::task::JoinHandle;
 
 use crate::serve::instance::program::{self, Comparison};
-use crate::serve::instance::{InstanceId, Process, Spec, control_watch, message, ports};
+use crate::serve::instance::{InstanceId, InstanceProcess, Spec, control_watch, message, ports};
 
 /// The interval of checking the file of the installed program.
 const PROGRAM_EVERY: Duration = Duration::from_secs(10);
@@ -28,14 +28,14 @@ pub struct Table(Mutex<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    entries: BTreeMap<InstanceId, Entry>,
+    entries: BTreeMap<InstanceId, InstanceEntry>,
     changes: broadcast::Sender<v1::InstanceEvent>,
 }
 
 #[derive(Debug)]
-struct Entry {
+struct InstanceEntry {
     spec: Spec,
-    process: Process,
+    process: InstanceProcess,
     status: Option<Status>,
     program: Comparison,
     published: v1::Instance,
@@ -43,7 +43,7 @@ struct Entry {
     follower: Option<JoinHandle<()>>,
 }
 
-impl Drop for Entry {
+impl Drop for InstanceEntry {
     fn drop(&mut self) {
         if let Some(follower) = self.follower.take() {
             follower.abort();
@@ -85,7 +85,7 @@ impl Table {
     }
 
     /// Returns the spec and the process of an instance.
-    pub fn known(&self, id: &InstanceId) -> Option<(Spec, Process)> {
+    pub fn known(&self, id: &InstanceId) -> Option<(Spec, InstanceProcess)> {
         let inner = self.lock();
         inner.entries.get(id).map(|entry| (entry.spec.clone(), entry.process.clone()))
     }
@@ -133,11 +133,11 @@ impl Table {
     }
 
     /// Adds an instance, in place of one of the same name.
-    pub fn insert(&self, spec: Spec, process: Process) {
+    pub fn insert(&self, spec: Spec, process: InstanceProcess) {
         let id = spec.id();
         let published = message::instance(&spec, &process, None);
         let (program, status, follower) = Default::default();
-        let entry = Entry { spec, process, status, program, published: published.clone(), follower };
+        let entry = InstanceEntry { spec, process, status, program, published: published.clone(), follower };
         let mut inner = self.lock();
         inner.entries.insert(id, entry);
         inner.broadcast(Type::Set, published);
@@ -162,7 +162,7 @@ impl Table {
     }
 
     /// Sets the observed state of the process of an instance; ignored if the instance is not here any more.
-    pub fn set_process(self: &Arc<Table>, id: &InstanceId, process: Process) {
+    pub fn set_process(self: &Arc<Table>, id: &InstanceId, process: InstanceProcess) {
         let mut inner = self.lock();
         let Some(entry) = inner.entries.get_mut(id) else { return };
         let changed = entry.process.pid != process.pid;
@@ -220,7 +220,7 @@ impl Table {
     fn compared(&self) -> Vec<(InstanceId, i32)> {
         let inner = self.lock();
         let is_over =
-            |entry: &Entry| matches!(entry.program, Comparison::Done { .. } | Comparison::ByVersion);
+            |entry: &InstanceEntry| matches!(entry.program, Comparison::Done { .. } | Comparison::ByVersion);
         let compared = inner.entries.iter().filter(|(_, entry)| is_over(entry));
         compared.filter_map(|(id, entry)| Some((id.clone(), entry.process.pid?))).collect()
     }
@@ -246,7 +246,7 @@ impl Table {
     }
 }
 
-impl Entry {
+impl InstanceEntry {
     /// Returns true if its process is an engine of another program than the installed one; none if that is
     /// not known.
     fn needs_upgrade(&self) -> Option<bool> {

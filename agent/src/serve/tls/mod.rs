@@ -93,13 +93,13 @@ pub struct NodeTls {
     file: PathBuf,
     node: Role,
     /// Held while the certificate changes.
-    change: Mutex<Change>,
+    change: Mutex<RenewalState>,
     /// None: this node has no certificate that can be used.
     credentials: watch::Sender<Option<Credentials>>,
 }
 
 #[derive(Debug, Default)]
-struct Change {
+struct RenewalState {
     /// The key of the last request of a controller.
     requested: Option<Key>,
     /// The file as it was read or written last.
@@ -282,7 +282,7 @@ impl NodeTls {
         Ok(())
     }
 
-    fn change(&self) -> std::sync::MutexGuard<'_, Change> {
+    fn change(&self) -> std::sync::MutexGuard<'_, RenewalState> {
         self.change.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use shorthorn_api::v1;
 use shorthorn_api::v1::node_tls_server;
 use shorthorn_pki::{CertificateDer, ClusterId, Pin, Serial, Trust};
-use tonic::{Request, Response, Status};
+use tonic::{Request, Response};
 
 use crate::serve::blocking;
-use crate::serve::error::NodeError;
+use crate::serve::error::{NodeError, RpcResult};
 use crate::serve::tls::{NodeTls, TlsError};
 
 /// The longest certificate that is taken, and the most of them.
@@ -18,8 +18,6 @@ const CHAIN_MAX: usize = 4;
 /// Serves the certificate calls of the controller.
 #[derive(Clone, Debug)]
 pub struct TlsService(pub Arc<NodeTls>);
-
-type Answer<T> = Result<Response<T>, Status>;
 
 impl From<TlsError> for NodeError {
     fn from(error: TlsError) -> NodeError {
@@ -33,19 +31,22 @@ impl From<TlsError> for NodeError {
 
 #[tonic::async_trait]
 impl node_tls_server::NodeTls for TlsService {
-    async fn get_node_tls(&self, _: Request<v1::GetNodeTlsRequest>) -> Answer<v1::NodeTlsState> {
+    async fn get_node_tls(&self, _: Request<v1::GetNodeTlsRequest>) -> RpcResult<v1::NodeTlsState> {
         Ok(Response::new(state(&self.0)))
     }
 
     async fn create_certificate_request(
         &self,
         _: Request<v1::CreateCertificateRequestRequest>,
-    ) -> Answer<v1::CertificateRequest> {
+    ) -> RpcResult<v1::CertificateRequest> {
         let request = self.0.request().map_err(|error| NodeError::Unavailable(error.to_string()))?;
         Ok(Response::new(v1::CertificateRequest { csr: request }))
     }
 
-    async fn set_certificate(&self, request: Request<v1::SetCertificateRequest>) -> Answer<v1::NodeTlsState> {
+    async fn set_certificate(
+        &self,
+        request: Request<v1::SetCertificateRequest>,
+    ) -> RpcResult<v1::NodeTlsState> {
         let (tls, chain) = (Arc::clone(&self.0), request.into_inner().chain);
         let is_long = chain.iter().any(|der| der.len() > CERTIFICATE_MAX_BYTES);
         if chain.len() > CHAIN_MAX || is_long {
@@ -62,7 +63,7 @@ impl node_tls_server::NodeTls for TlsService {
         Ok(Response::new(blocking(set).await?))
     }
 
-    async fn set_trust(&self, request: Request<v1::TrustList>) -> Answer<v1::NodeTlsState> {
+    async fn set_trust(&self, request: Request<v1::TrustList>) -> RpcResult<v1::NodeTlsState> {
         let (tls, trust) = (Arc::clone(&self.0), trust(request.into_inner())?);
         let set = move || {
             tls.set_trust(trust)?;
