@@ -36,7 +36,7 @@ pub(crate) struct TlsHandshakes {
     addresses: HashMap<IpAddr, Address>,
     /// In progress, from the oldest to the newest. At most `max` are of addresses that have authenticated
     /// lately, and at most `max` of others.
-    running: Vec<Running>,
+    running: Vec<RunningHandshake>,
     next_id: u64,
     max: usize,
     max_of_source: usize,
@@ -59,7 +59,7 @@ pub(crate) enum HandshakeOutcome {
 
 /// A handshake in progress.
 #[derive(Debug)]
-struct Running {
+struct RunningHandshake {
     id: u64,
     address: IpAddr,
     is_friend: bool,
@@ -99,7 +99,7 @@ pub(crate) struct Begun {
     address: IpAddr,
 }
 
-impl Running {
+impl RunningHandshake {
     /// Returns true if a new handshake may take its place.
     fn yields(&self, now: Instant) -> bool {
         match self.stage {
@@ -157,7 +157,7 @@ impl TlsHandshakes {
         let displaced = self.make_place((address, is_friend, under_way), now)?;
         let id = self.next_id;
         self.next_id += 1;
-        self.running.push(Running { id, address, is_friend, stage: Stage::Silent, begun_at: now });
+        self.running.push(RunningHandshake { id, address, is_friend, stage: Stage::Silent, begun_at: now });
         if let Some(known) = self.addresses.get_mut(&address) {
             known.under_way += 1;
         }
@@ -173,13 +173,13 @@ impl TlsHandshakes {
         now: Instant,
     ) -> Option<Option<u64>> {
         let own_max = if is_friend { self.max_of_source * FRIEND_FACTOR } else { self.max_of_source };
-        let alike = |one: &Running| one.is_friend == is_friend;
+        let alike = |one: &RunningHandshake| one.is_friend == is_friend;
         let is_full = self.running.iter().filter(|one| alike(one)).count() >= self.max;
         let victim = if under_way >= own_max {
             self.oldest(|one| one.address == address && (!is_full || alike(one)) && one.yields(now))?
         } else if is_full {
             let of = |address| self.running.iter().filter(|one| alike(one) && one.address == address).count();
-            let waiting = |one: &&Running| alike(one) && one.stage != Stage::Authenticated;
+            let waiting = |one: &&RunningHandshake| alike(one) && one.stage != Stage::Authenticated;
             let most = self.running.iter().filter(waiting).map(|one| of(one.address)).max()?;
             // Young ones of an address yield to an address that has fewer also with the new one.
             let is_greedy = most > under_way + 1;
@@ -187,7 +187,7 @@ impl TlsHandshakes {
         } else {
             return Some(None);
         };
-        let Running { id, address, .. } = self.running.remove(victim);
+        let RunningHandshake { id, address, .. } = self.running.remove(victim);
         if let Some(known) = self.addresses.get_mut(&address) {
             known.under_way = known.under_way.saturating_sub(1);
         }
@@ -195,7 +195,7 @@ impl TlsHandshakes {
     }
 
     /// Returns the place of the oldest of these handshakes that waits, a silent one if any is.
-    fn oldest(&self, is_one: impl Fn(&Running) -> bool) -> Option<usize> {
+    fn oldest(&self, is_one: impl Fn(&RunningHandshake) -> bool) -> Option<usize> {
         let waiting = self.running.iter().enumerate();
         let waiting = waiting.filter(|(_, one)| one.stage != Stage::Authenticated && is_one(one));
         waiting.min_by_key(|(at, one)| (one.stage, *at)).map(|(at, _)| at)

@@ -96,9 +96,9 @@ struct Door {
     strangers: Arc<Semaphore>,
 }
 
-type Ready = mpsc::Sender<io::Result<Guarded<TlsStream<TcpStream>>>>;
+type AcceptedSender = mpsc::Sender<io::Result<Guarded<TlsStream<TcpStream>>>>;
 
-async fn accept(listener: TcpListener, door: Arc<Door>, ready: Ready) {
+async fn accept(listener: TcpListener, door: Arc<Door>, ready: AcceptedSender) {
     let mut running = JoinSet::new();
     // Of the handshakes, by their numbers.
     let mut handles: HashMap<u64, AbortHandle> = HashMap::new();
@@ -135,7 +135,7 @@ async fn handshake(
     door: Arc<Door>,
     stream: TcpStream,
     address: SocketAddr,
-    ready: Ready,
+    ready: AcceptedSender,
     mut shaking: Shaking,
 ) {
     let shake = async {

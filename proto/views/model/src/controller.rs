@@ -7,18 +7,18 @@ use crate::bits::Bits;
 use crate::model::Model;
 use crate::network::Message;
 use crate::rules::Rules;
-use crate::state::{Engine, Host, State, place};
+use crate::state::{Engine, HostState, State, place};
 
 impl State {
     /// Raises the attachment, and sends the last grant to the engine.
     pub(crate) fn attach(&mut self, rules: Rules, higher: bool) {
         self.attach += 1;
-        let host = Host { restart: 0, known: self.arbiter.granted(), has_lost: false };
+        let host = HostState { restart: 0, known: self.arbiter.granted(), has_lost: false };
         let place = place(self.attach);
         // Numbers that were left out, or were drawn before the store was restored, are of hosts that know
         // nothing.
         while self.hosts.len() <= place {
-            self.hosts.push(Host { restart: 0, known: None, has_lost: true });
+            self.hosts.push(HostState { restart: 0, known: None, has_lost: true });
         }
         self.hosts[place] = host;
         self.run_again(rules, Generation::new(self.attach, 0), higher);
@@ -77,7 +77,7 @@ impl State {
     /// one may run: the lock that kept a second one from starting may be lost too.
     pub(crate) fn start_without_state_file(&mut self, rules: Rules, host: u8, higher: bool) {
         self.losses += 1;
-        self.hosts[usize::from(host)] = Host { restart: 0, known: None, has_lost: true };
+        self.hosts[usize::from(host)] = HostState { restart: 0, known: None, has_lost: true };
         self.run_again(rules, Generation::new(u64::from(host) + 1, 0), higher);
     }
 

@@ -266,7 +266,7 @@ impl Engine {
     }
 }
 
-impl crate::state::Host {
+impl crate::state::HostState {
     fn learn(&mut self, granted: Option<View>) {
         self.known = self.known.into_iter().chain(granted).max_by_key(|view| view.id);
     }

@@ -56,6 +56,6 @@ pub use model::{Limits, Model};
 pub use mutation::Mutation;
 pub use network::Message;
 pub use search::{SearchResult, search};
-pub use state::{Engine, Host, Proposal, Replica, State, Underway};
+pub use state::{Engine, HostState, Proposal, Replica, State, Underway};
 pub use step::ModelStep;
 pub use walk::{Walk, walk};

@@ -14,7 +14,7 @@ pub struct State {
     /// The record of the arbiter in the controller: its last grant.
     pub arbiter: Arbiter,
     /// For every attachment, from 1: the state that the engine's host keeps of it.
-    pub hosts: Vec<Host>,
+    pub hosts: Vec<HostState>,
     /// The durable and volatile state of each replica, by its number.
     pub replicas: Vec<Rc<Replica>>,
     /// Every engine process that ever was, in the order of their starts, which is not that of their
@@ -39,7 +39,7 @@ pub struct State {
 
 /// The state that the host of an attachment keeps over restarts of its engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Host {
+pub struct HostState {
     /// The restart number of the last engine process.
     pub restart: u32,
     /// The last known grant: that of the attachment, or one received since.
@@ -224,11 +224,11 @@ impl State {
     }
 
     /// Returns the host of the attachment of `generation`.
-    pub(crate) fn host(&self, generation: Generation) -> &Host {
+    pub(crate) fn host(&self, generation: Generation) -> &HostState {
         &self.hosts[place(generation.attach)]
     }
 
-    pub(crate) fn host_mut(&mut self, generation: Generation) -> &mut Host {
+    pub(crate) fn host_mut(&mut self, generation: Generation) -> &mut HostState {
         &mut self.hosts[place(generation.attach)]
     }
 
