@@ -121,7 +121,7 @@ struct Known<R> {
     /// The repair of a layer waits for its next data: see [`AboutHole::Undecided`].
     is_undecided: bool,
     /// The request that is modifying it.
-    change: Option<Change<R>>,
+    change: Option<BlockChange<R>>,
 }
 
 /// The result of requests that were merged with rot.
@@ -207,7 +207,7 @@ impl<R> Known<R> {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Change<R> {
+struct BlockChange<R> {
     request: R,
     /// True if it gives the whole block other data.
     is_whole: bool,
@@ -348,7 +348,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
     }
 
     /// Returns the lost blocks that the request modifies. Cheap if no known block is modified.
-    fn lost_changed_by(&self, request: R) -> impl Iterator<Item = (u64, &Known<R>, Change<R>)> {
+    fn lost_changed_by(&self, request: R) -> impl Iterator<Item = (u64, &Known<R>, BlockChange<R>)> {
         let blocks = self.blocks.iter().take_while(|_| self.under_way > 0);
         blocks.filter(|(_, known)| known.is_lost()).filter_map(move |(block, known)| {
             known.change.filter(|change| change.request == request).map(|change| (*block, known, change))
@@ -426,7 +426,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
     #[must_use]
     pub fn is_repaired_by(&self, block: u64, request: R, given: u32) -> bool {
         // A request that has waited is examined again.
-        let is_own = |change: &Change<R>| change.request == request && change.after == After::Sum(given);
+        let is_own = |change: &BlockChange<R>| change.request == request && change.after == After::Sum(given);
         self.blocks.get(&block).is_some_and(|known| {
             known.is_reported
                 && known.former == Some(given)
@@ -458,7 +458,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
             Some(_) => self.lose_track(block),
             None if changes_nothing => known.merged.clear(),
             None => {
-                known.change = Some(Change { request, is_whole, after, merged: None });
+                known.change = Some(BlockChange { request, is_whole, after, merged: None });
                 self.under_way += 1;
             }
         }
@@ -492,7 +492,7 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         }
         let (mut ended, mut cured) = (0, 0);
         self.blocks.retain(|_, known| {
-            let Some(Change { is_whole, after, merged, .. }) =
+            let Some(BlockChange { is_whole, after, merged, .. }) =
                 known.change.filter(|change| change.request == request)
             else {
                 return true;
