@@ -13,7 +13,7 @@ use std::process::Command;
 use common::go_client;
 use common::kubelet::{Event, Kubelet, register};
 use common::node::{connect, pid, start_volume, stop};
-use common::{LIMIT, Running, agent, lives};
+use common::{AgentProcess, LIMIT, agent, lives};
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::Signal;
 use shorthorn_api::csi::v1;
@@ -62,8 +62,8 @@ impl Host {
         self.root().join(name)
     }
 
-    fn agent(&self) -> Running {
-        Running::start(agent().arg("serve").arg("--config").arg(self.config()))
+    fn agent(&self) -> AgentProcess {
+        AgentProcess::start(agent().arg("serve").arg("--config").arg(self.config()))
     }
 
     fn kubelet(&self) -> Kubelet {
@@ -157,7 +157,7 @@ fn a_registration_by_kubelet_itself_is_answered() {
 }
 
 /// Returns an agent that gets its sockets as systemd passes them.
-fn agent_with(host: &Host, listeners: [&UnixListener; 2]) -> Running {
+fn agent_with(host: &Host, listeners: [&UnixListener; 2]) -> AgentProcess {
     let passed = listeners.map(|listener| listener.try_clone().unwrap());
     for listener in &passed {
         fcntl_setfd(listener, FdFlags::empty()).unwrap();
@@ -169,7 +169,7 @@ fn agent_with(host: &Host, listeners: [&UnixListener; 2]) -> Running {
     command.arg(program).arg("serve").arg("--config").arg(host.config());
     command.env_remove("SHORTHORN_LOG").env_remove("NOTIFY_SOCKET");
     command.env("LISTEN_FDS", "2").env("LISTEN_FDNAMES", "csi:registration");
-    Running::start(&mut command)
+    AgentProcess::start(&mut command)
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -8,7 +8,7 @@ use std::fs;
 use std::path::Path;
 
 use common::node::{REPLICAS, connect, pid, start_volume, stop};
-use common::{Running, agent, lives};
+use common::{AgentProcess, agent, lives};
 use shorthorn_api::v1::InstanceKind;
 use shorthorn_api::v1::node_client::NodeClient;
 use shorthorn_testkit::devices::{BindMount, LoopDevice, run};
@@ -16,7 +16,7 @@ use tempfile::TempDir;
 use tonic::Code;
 use tonic::transport::Channel;
 
-fn start(dir: &TempDir) -> Running {
+fn start(dir: &TempDir) -> AgentProcess {
     let path = |name: &str| dir.path().join(name).display().to_string();
     let config = format!(
         "node_name = \"n1\"\nlisten = [\"unix:{}\"]\nstate_dir = \"{}\"\nruntime_dir = \"{}\"\n\
@@ -28,7 +28,7 @@ fn start(dir: &TempDir) -> Running {
     );
     let file = dir.path().join("agent.toml");
     fs::write(&file, config).unwrap();
-    Running::start(agent().arg("serve").arg("--config").arg(file))
+    AgentProcess::start(agent().arg("serve").arg("--config").arg(file))
 }
 
 /// Stops the engine, which has to be refused with the user's name.

@@ -8,14 +8,14 @@ use std::net::SocketAddr;
 use std::time::Instant;
 
 use common::node::{REPLICAS, SIZE, connect, endpoint, start_volume, stop, wait_for};
-use common::{LIMIT, Running, agent};
+use common::{AgentProcess, LIMIT, agent};
 use shorthorn_api::v1::InstanceKind;
 use shorthorn_control::MemberMode;
 use shorthorn_testkit::metrics::{get, own_address, samples, value};
 use shorthorn_testkit::nbd::Nbd;
 use tempfile::TempDir;
 
-fn start(dir: &TempDir, metrics: SocketAddr, more: &str) -> Running {
+fn start(dir: &TempDir, metrics: SocketAddr, more: &str) -> AgentProcess {
     let path = |name: &str| dir.path().join(name).display().to_string();
     let config = format!(
         "node_name = \"n1\"\nlisten = [\"unix:{}\"]\nstate_dir = \"{}\"\nruntime_dir = \"{}\"\n\
@@ -26,7 +26,7 @@ fn start(dir: &TempDir, metrics: SocketAddr, more: &str) -> Running {
         path("dev")
     );
     fs::write(dir.path().join("agent.toml"), config).unwrap();
-    Running::start(agent().arg("serve").arg("--config").arg(dir.path().join("agent.toml")))
+    AgentProcess::start(agent().arg("serve").arg("--config").arg(dir.path().join("agent.toml")))
 }
 
 #[tokio::test]

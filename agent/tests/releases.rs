@@ -8,7 +8,7 @@ use std::fs;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 
-use common::{LIMIT, Running, agent};
+use common::{AgentProcess, LIMIT, agent};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use shorthorn_testkit::nbd::Nbd;
@@ -39,7 +39,7 @@ impl Host {
     }
 
     /// Starts a replica. The release has written `create` at the first start, and not after it.
-    fn replica(&self, id: &str, create: bool) -> Running {
+    fn replica(&self, id: &str, create: bool) -> AgentProcess {
         let mut spec = written("replica.json");
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         for (key, value) in [
@@ -54,10 +54,10 @@ impl Host {
             spec[key] = value;
         }
         let file = self.store(&format!("{id}.json"), &spec);
-        Running::start(agent().args(["replica", "serve", "--spec"]).arg(file))
+        AgentProcess::start(agent().args(["replica", "serve", "--spec"]).arg(file))
     }
 
-    fn engine(&self, attach: u64) -> Running {
+    fn engine(&self, attach: u64) -> AgentProcess {
         let mut spec = written("engine.json");
         let address = |id: &str| json!([format!("unix:{}", self.path(&format!("{id}.data")).display())]);
         for replica in spec["replicas"].as_array_mut().unwrap() {
@@ -73,7 +73,7 @@ impl Host {
             assert!(!spec[key].is_null(), "the release has no {key}");
             spec[key] = value;
         }
-        Running::start(agent().args(["engine", "--spec"]).arg(self.store("engine.json", &spec)))
+        AgentProcess::start(agent().args(["engine", "--spec"]).arg(self.store("engine.json", &spec)))
     }
 
     fn client(&self) -> Nbd {
@@ -81,7 +81,7 @@ impl Host {
     }
 }
 
-fn end(process: &mut Running) {
+fn end(process: &mut AgentProcess) {
     process.signal(Signal::TERM);
     assert!(process.ended().success(), "{}", process.log_so_far());
 }

@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::{Running, agent, lives, signal_to, wait_for_end, wait_for_status};
+use common::{AgentProcess, agent, lives, signal_to, wait_for_end, wait_for_status};
 use rustix::process::Signal;
 use serde_json::Value;
 use shorthorn_control::{EnginePhase, ReplicaPhase, Status};
@@ -22,11 +22,11 @@ fn run(dir: &Path, more: &[&str]) -> Command {
 }
 
 /// The announcement line of a ready volume.
-struct Ready(Value);
+struct ReadyAnnouncement(Value);
 
-impl Ready {
-    fn of(running: &Running) -> Ready {
-        Ready(serde_json::from_str(&running.line()).expect("a line of JSON"))
+impl ReadyAnnouncement {
+    fn of(running: &AgentProcess) -> ReadyAnnouncement {
+        ReadyAnnouncement(serde_json::from_str(&running.line()).expect("a line of JSON"))
     }
 
     fn socket(&self) -> PathBuf {
@@ -47,8 +47,8 @@ impl Ready {
 fn keeps_its_data_from_run_to_run() {
     let dir = tempfile::tempdir().unwrap();
     for turn in 0..3u8 {
-        let mut running = Running::start(&mut run(dir.path(), &[]));
-        let ready = Ready::of(&running);
+        let mut running = AgentProcess::start(&mut run(dir.path(), &[]));
+        let ready = ReadyAnnouncement::of(&running);
         assert_eq!((&ready.0["name"], &ready.0["device"]), (&"v1".into(), &Value::Null));
         let uri = format!("nbd+unix:///v1?socket={}", ready.socket().display());
         assert_eq!(ready.0["uri"], uri.as_str());
@@ -79,24 +79,24 @@ fn keeps_its_data_from_run_to_run() {
 #[test]
 fn refuses_another_volume_and_a_second_run() {
     let dir = tempfile::tempdir().unwrap();
-    let first = Running::start(&mut run(dir.path(), &["--replicas", "1"]));
-    Ready::of(&first);
-    let second = Running::start(&mut run(dir.path(), &["--replicas", "1"])).failed();
+    let first = AgentProcess::start(&mut run(dir.path(), &["--replicas", "1"]));
+    ReadyAnnouncement::of(&first);
+    let second = AgentProcess::start(&mut run(dir.path(), &["--replicas", "1"])).failed();
     assert!(second.contains(&format!("in use by process {}", first.pid())), "{second}");
     drop(first);
-    let count = Running::start(&mut run(dir.path(), &["--replicas", "2"])).failed();
+    let count = AgentProcess::start(&mut run(dir.path(), &["--replicas", "2"])).failed();
     assert!(count.contains("whose number of replicas is 1, not 2"), "{count}");
     let mut size = agent();
     size.args(["run", "v1", "--replicas", "1", "--size", "1GiB", "--dir"]).arg(dir.path());
-    let size = Running::start(&mut size).failed();
+    let size = AgentProcess::start(&mut size).failed();
     assert!(size.contains("whose size is 16 MiB (16777216 bytes), not 1 GiB (1073741824 bytes)"), "{size}");
 }
 
 #[test]
 fn restarts_processes_that_die() {
     let dir = tempfile::tempdir().unwrap();
-    let running = Running::start(&mut run(dir.path(), &["--replicas", "1"]));
-    let ready = Ready::of(&running);
+    let running = AgentProcess::start(&mut run(dir.path(), &["--replicas", "1"]));
+    let ready = ReadyAnnouncement::of(&running);
     Nbd::connect(&ready.socket(), "v1").unwrap().write(0, &[1; 4096]).unwrap();
     let engine = ready.pid("engine");
     signal_to(engine, Signal::KILL);
@@ -117,24 +117,27 @@ fn restarts_processes_that_die() {
 #[test]
 fn leaves_nothing_behind_when_it_is_killed() {
     let dir = tempfile::tempdir().unwrap();
-    let mut running = Running::start(&mut run(dir.path(), &["--replicas", "2"]));
-    let ready = Ready::of(&running);
+    let mut running = AgentProcess::start(&mut run(dir.path(), &["--replicas", "2"]));
+    let ready = ReadyAnnouncement::of(&running);
     Nbd::connect(&ready.socket(), "v1").unwrap().write(4096, &[7; 4096]).unwrap();
     running.signal(Signal::KILL);
     running.ended();
     for pid in ready.replicas().into_iter().chain([ready.pid("engine")]) {
         assert!(wait_for_end(pid), "process {pid} outlives its supervisor");
     }
-    let again = Running::start(&mut run(dir.path(), &["--replicas", "2"]));
-    assert_eq!(Nbd::connect(&Ready::of(&again).socket(), "v1").unwrap().read(4096, 4096).unwrap(), [7; 4096]);
+    let again = AgentProcess::start(&mut run(dir.path(), &["--replicas", "2"]));
+    assert_eq!(
+        Nbd::connect(&ReadyAnnouncement::of(&again).socket(), "v1").unwrap().read(4096, 4096).unwrap(),
+        [7; 4096]
+    );
 }
 
 #[test]
 fn continues_if_its_own_files_are_lost_or_older_than_the_replicas() {
     let dir = tempfile::tempdir().unwrap();
     let once = |block: u8| {
-        let mut running = Running::start(&mut run(dir.path(), &["--replicas", "2"]));
-        let ready = Ready::of(&running);
+        let mut running = AgentProcess::start(&mut run(dir.path(), &["--replicas", "2"]));
+        let ready = ReadyAnnouncement::of(&running);
         let mut nbd = Nbd::connect(&ready.socket(), "v1").unwrap();
         for earlier in 0..block {
             assert_eq!(nbd.read(u64::from(earlier) * 4096, 4096).unwrap(), [earlier + 1; 4096]);
@@ -169,8 +172,8 @@ fn an_ordinary_user_can_run_one() {
     assert!(copied.success());
     let mut command = Command::new(binary);
     command.args(["run", "v1", "--size", "16MiB", "--replicas", "2", "--dir"]).arg(dir.path().join("v1"));
-    let mut running = Running::start(command.uid(ORDINARY_USER).gid(ORDINARY_USER));
-    let ready = Ready::of(&running);
+    let mut running = AgentProcess::start(command.uid(ORDINARY_USER).gid(ORDINARY_USER));
+    let ready = ReadyAnnouncement::of(&running);
     let mut nbd = Nbd::connect(&ready.socket(), "v1").unwrap();
     nbd.write(0, &[3; 4096]).unwrap();
     assert_eq!(nbd.read(0, 4096).unwrap(), [3; 4096]);
@@ -185,8 +188,8 @@ fn long_paths_do_not_matter() {
     let long = dir.path().join("x".repeat(120));
     let mut command = run(&long, &["--replicas", "1"]);
     command.env("XDG_RUNTIME_DIR", dir.path());
-    let running = Running::start(&mut command);
-    let socket = Ready::of(&running).socket();
+    let running = AgentProcess::start(&mut command);
+    let socket = ReadyAnnouncement::of(&running).socket();
     assert!(socket.starts_with(dir.path()) && !socket.starts_with(&long), "{}", socket.display());
     Nbd::connect(&socket, "v1").unwrap().write(0, &[1; 512]).unwrap();
 }
@@ -194,13 +197,13 @@ fn long_paths_do_not_matter() {
 #[test]
 fn a_failed_start_names_the_reason() {
     let dir = tempfile::tempdir().unwrap();
-    let mut running = Running::start(&mut run(dir.path(), &["--replicas", "1"]));
-    let ready = Ready::of(&running);
+    let mut running = AgentProcess::start(&mut run(dir.path(), &["--replicas", "1"]));
+    let ready = ReadyAnnouncement::of(&running);
     running.signal(Signal::TERM);
     running.ended();
     let directory = PathBuf::from(ready.0["replicas"][0]["directory"].as_str().unwrap());
     fs::write(directory.join("volume.meta"), "{ damaged").unwrap();
-    let log = Running::start(&mut run(dir.path(), &["--replicas", "1"])).failed();
+    let log = AgentProcess::start(&mut run(dir.path(), &["--replicas", "1"])).failed();
     let last = log.lines().last().unwrap();
     assert!(last.contains("no replica can be opened") && last.contains("volume.meta"), "{log}");
 }

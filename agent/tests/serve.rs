@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use common::node::{
     REPLICAS, SIZE, connect, endpoint, engine, list, pid, replica, running, start_volume, stop, wait_for,
 };
-use common::{LIMIT, Running, agent, lives, signal_to, wait_for_end};
+use common::{AgentProcess, LIMIT, agent, lives, signal_to, wait_for_end};
 use rustix::process::Signal;
 use shorthorn_api::v1::instance_event::Type;
 use shorthorn_api::v1::node_client::NodeClient;
@@ -50,12 +50,12 @@ impl Node {
         self.dir.path().join("agent.toml")
     }
 
-    fn agent(&self) -> Running {
-        Running::start(agent().arg("serve").arg("--config").arg(self.config()))
+    fn agent(&self) -> AgentProcess {
+        AgentProcess::start(agent().arg("serve").arg("--config").arg(self.config()))
     }
 
     /// Returns an agent that answers, and a client of it.
-    async fn start(&self) -> (Running, NodeClient<Channel>) {
+    async fn start(&self) -> (AgentProcess, NodeClient<Channel>) {
         let agent = self.agent();
         agent.wait_for_log(": ready node=");
         let client = connect(&self.dir.path().join("sock")).await.unwrap();
@@ -533,10 +533,10 @@ fn a_wrong_configuration_is_refused_with_its_line() {
     let log = node.agent().failed();
     assert!(log.contains(&format!("{}:3: unknown field `colour`", config.display())), "{log}");
     fs::write(&config, "# here\nqueue_depth = 0\n").unwrap();
-    let log = Running::start(agent().args(["serve", "--check", "--config"]).arg(&config)).failed();
+    let log = AgentProcess::start(agent().args(["serve", "--check", "--config"]).arg(&config)).failed();
     assert!(log.contains(&format!("{}:2: queue_depth: 0 is not between", config.display())), "{log}");
     let missing = Path::new("/nonexistent/agent.toml");
-    let log = Running::start(agent().args(["serve", "--config"]).arg(missing)).failed();
+    let log = AgentProcess::start(agent().args(["serve", "--config"]).arg(missing)).failed();
     assert!(log.contains("/nonexistent/agent.toml"), "{log}");
 }
 

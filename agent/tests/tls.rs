@@ -11,7 +11,7 @@ use std::process::Command;
 
 use common::api_server::{ApiServer, Decision};
 use common::tls::{Cluster, DAY, ago, certificates, client, dial, node};
-use common::{Running, agent};
+use common::{AgentProcess, agent};
 use shorthorn_api::v1::node_client::NodeClient;
 use shorthorn_api::v1::node_tls_client::NodeTlsClient;
 use shorthorn_api::{CLUSTER_HEADER, LEADER_HEADER, v1};
@@ -69,16 +69,16 @@ impl Node {
         file
     }
 
-    fn start(&self) -> Running {
-        let agent = Running::start(agent().arg("serve").arg("--config").arg(self.config()));
+    fn start(&self) -> AgentProcess {
+        let agent = AgentProcess::start(agent().arg("serve").arg("--config").arg(self.config()));
         agent.wait_for_log(": ready node=");
         agent
     }
 
     /// An agent that has a certificate and serves.
-    fn enrolled(&self, cluster: &mut Cluster) -> Running {
+    fn enrolled(&self, cluster: &mut Cluster) -> AgentProcess {
         cluster.enrol(&self.tls_dir(), &node("n1"));
-        let agent = Running::start(agent().arg("serve").arg("--config").arg(self.config()));
+        let agent = AgentProcess::start(agent().arg("serve").arg("--config").arg(self.config()));
         agent.wait_for_log("listening with TLS");
         agent
     }

@@ -58,7 +58,7 @@ pub struct ApiServer {
 
 /// The result of a call.
 #[derive(Debug)]
-pub struct Answer {
+pub struct ApiResponse {
     /// The status of HTTP.
     pub code: u16,
     /// The object, or why not.
@@ -273,7 +273,7 @@ impl ApiServer {
     ///
     /// # Errors
     /// The API server does not answer.
-    pub fn call(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Answer> {
+    pub fn call(&self, method: &str, path: &str, body: Option<&Value>) -> Result<ApiResponse> {
         let kind = if method == "PATCH" { "application/merge-patch+json" } else { "application/json" };
         self.send(ADMIN, method, path, kind, &body.map(Value::to_string).unwrap_or_default())
     }
@@ -282,7 +282,7 @@ impl ApiServer {
     ///
     /// # Errors
     /// The API server does not answer.
-    pub fn call_as_kubelet(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Answer> {
+    pub fn call_as_kubelet(&self, method: &str, path: &str, body: Option<&Value>) -> Result<ApiResponse> {
         let body = body.map(Value::to_string).unwrap_or_default();
         self.send(KUBELET, method, path, "application/json", &body)
     }
@@ -291,7 +291,7 @@ impl ApiServer {
     ///
     /// # Errors
     /// The API server does not answer.
-    pub fn call_as_controller(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Answer> {
+    pub fn call_as_controller(&self, method: &str, path: &str, body: Option<&Value>) -> Result<ApiResponse> {
         let kind = if method == "PATCH" { "application/merge-patch+json" } else { "application/json" };
         self.send(CONTROLLER, method, path, kind, &body.map(Value::to_string).unwrap_or_default())
     }
@@ -311,7 +311,7 @@ impl ApiServer {
         Ok(())
     }
 
-    fn send(&self, user: &str, method: &str, path: &str, kind: &str, body: &str) -> Result<Answer> {
+    fn send(&self, user: &str, method: &str, path: &str, kind: &str, body: &str) -> Result<ApiResponse> {
         let mut command = Command::new("curl");
         command.args(["--silent", "--show-error", "--max-time", CURL_LIMIT_S, "--request", method]);
         command.arg("--cacert").arg(self.file("certs/apiserver.crt"));
@@ -329,7 +329,7 @@ impl ApiServer {
         let text = String::from_utf8(output.stdout)?;
         let (body, code) = text.rsplit_once('\n').context("curl says no status")?;
         let body = serde_json::from_str(body).unwrap_or_else(|_| Value::from(body));
-        Ok(Answer { code: code.parse()?, body })
+        Ok(ApiResponse { code: code.parse()?, body })
     }
 
     /// Makes a call that must work.

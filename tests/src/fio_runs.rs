@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use shorthorn_vmkit::Running;
+use shorthorn_vmkit::RunningCommand;
 
 use crate::{VmHost, until};
 
@@ -16,7 +16,7 @@ const STOP: &str = "/root/enough";
 #[derive(Debug)]
 pub struct FioRuns<'a> {
     host: &'a VmHost,
-    running: Running,
+    running: RunningCommand,
 }
 
 impl<'a> FioRuns<'a> {

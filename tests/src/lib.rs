@@ -45,7 +45,7 @@ pub use guest::{Guest, GuestCounts, GuestOptions, VolumeClient, Wait, WrongByte}
 pub use installation::{are_established, definitions, install};
 pub use kubelet::{Kubelet, Mounted};
 pub use load::{Load, under_load};
-pub use local_volume::{LocalVolume, LocalVolumeOptions, Ready};
+pub use local_volume::{LocalVolume, LocalVolumeOptions, ReadyAnnouncement};
 pub use nbd_client::{NbdClient, NbdCompletion, NbdRequest};
 pub use packages::{build_packages, build_packages_of, in_target, other_build, project, stripped_programs};
 pub use pod::{kill_agent_pod, push_agent_image, start_agent_pod};

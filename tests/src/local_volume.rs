@@ -49,7 +49,7 @@ impl LocalVolumeOptions {
 
 /// The line that `shorthorn-agent run` prints when the volume is ready.
 #[derive(Clone, Debug, Deserialize)]
-pub struct Ready {
+pub struct ReadyAnnouncement {
     /// The name of the volume.
     pub name: String,
     /// The block device, if it has one.
@@ -94,7 +94,7 @@ pub struct Pids {
 pub struct LocalVolume {
     child: Child,
     /// The announcement that was printed.
-    pub ready: Ready,
+    pub ready: ReadyAnnouncement,
 }
 
 impl LocalVolume {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
-use shorthorn_vmkit::{DataDisk, FileSystem, Kernel, Output, Running, Vm, VmOptions};
+use shorthorn_vmkit::{DataDisk, FileSystem, Kernel, Output, RunningCommand, Vm, VmOptions};
 
 use crate::{binary, until};
 
@@ -143,7 +143,7 @@ impl VmHost {
     ///
     /// # Errors
     /// The machine does not answer.
-    pub fn spawn(&self, command: &str) -> Result<Running> {
+    pub fn spawn(&self, command: &str) -> Result<RunningCommand> {
         self.vm.spawn(command)
     }
 
@@ -151,7 +151,7 @@ impl VmHost {
     ///
     /// # Errors
     /// It fails; the log of all units is in the error.
-    pub fn finish(&self, running: Running, limit: Duration) -> Result<Output> {
+    pub fn finish(&self, running: RunningCommand, limit: Duration) -> Result<Output> {
         let output = running.wait(limit).with_context(|| self.journal())?;
         if !output.success() {
             bail!("{}\n{}", output.text(), self.journal());

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use shorthorn_control::FrontendChoice;
-use shorthorn_tests::soak::{Options, run};
+use shorthorn_tests::soak::{SoakOptions, run};
 
 #[test]
 fn faults_show_only_if_they_must() -> Result<()> {
@@ -13,7 +13,7 @@ fn faults_show_only_if_they_must() -> Result<()> {
         Err(_) => fastrand::u64(..),
     };
     println!("SHORTHORN_SEED={seed}");
-    let options = Options {
+    let options = SoakOptions {
         seed,
         // One episode of each kind is always drawn.
         faults: 0,

@@ -8,8 +8,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use shorthorn_tests::{NODE, Ready, VmHost, until};
-use shorthorn_vmkit::{DataDisk, Durability, FileSystem, Kernel, Output, Running};
+use shorthorn_tests::{NODE, ReadyAnnouncement, VmHost, until};
+use shorthorn_vmkit::{DataDisk, Durability, FileSystem, Kernel, Output, RunningCommand};
 
 const LIMIT: Duration = Duration::from_secs(300);
 const CUTS: u32 = 2;
@@ -57,7 +57,7 @@ fn push_scripts(host: &VmHost) -> Result<()> {
 }
 
 /// The name of a writer, and its process.
-type Writer = (String, Running);
+type Writer = (String, RunningCommand);
 
 fn start_writers(host: &VmHost, cut: u32) -> Result<[Writer; 3]> {
     let (first, second) = (2 * cut, 2 * cut + 1);
@@ -194,7 +194,7 @@ fn start_from(host: &VmHost, mark: u32, last: u32) -> Result<()> {
     host.sh("umount /mnt/disk").map(drop)
 }
 
-fn run_volume(host: &VmHost) -> Result<(Running, Ready)> {
+fn run_volume(host: &VmHost) -> Result<(RunningCommand, ReadyAnnouncement)> {
     let running = host.spawn(
         "exec shorthorn-agent run v --dir /mnt/disk/volume --size 16MiB --replicas 3 --frontend ublk \
          --replica-timeout-ms 60000",

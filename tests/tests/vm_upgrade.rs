@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use shorthorn_tests::{FioRuns, NODE, Ready, Replacement, VmHost, longest_request, until};
+use shorthorn_tests::{FioRuns, NODE, ReadyAnnouncement, Replacement, VmHost, longest_request, until};
 use shorthorn_vmkit::Kernel;
 
 const LIMIT: Duration = Duration::from_secs(300);
@@ -116,7 +116,7 @@ fn an_engine_of_a_supervisor_is_replaced_on_nbd() -> Result<()> {
     let ready = until("volume that is ready", LIMIT, || {
         Ok(running.output_so_far().text().lines().find(|line| line.starts_with('{')).map(str::to_owned))
     })?;
-    let ready: Ready = serde_json::from_str(&ready)?;
+    let ready: ReadyAnnouncement = serde_json::from_str(&ready)?;
     let load =
         FioRuns::start(&host, "--filename=/dev/longhorn/v1 --size=2m --rw=randwrite --bs=4k --iodepth=16")?;
     let engine = || host.sh("pgrep -x shorthorn-eng");

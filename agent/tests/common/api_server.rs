@@ -44,10 +44,10 @@ pub enum Decision {
 /// The server; it ends with the runtime of the test.
 pub struct ApiServer {
     pub kubeconfig: PathBuf,
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<ApiServerState>>,
 }
 
-struct State {
+struct ApiServerState {
     authority: Authority,
     decision: Decision,
     requests: Vec<Value>,
@@ -94,7 +94,7 @@ impl ApiServer {
             .unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let state = Arc::new(Mutex::new(State { authority, decision, requests: Vec::new() }));
+        let state = Arc::new(Mutex::new(ApiServerState { authority, decision, requests: Vec::new() }));
         let kubeconfig = write_kubelet(dir, address, cluster.der(), kubelet.der(), &kubelet_key);
         tokio::spawn(serve(listener, TlsAcceptor::from(Arc::new(config)), Arc::clone(&state)));
         ApiServer { kubeconfig, state }
@@ -140,7 +140,7 @@ fn write_kubelet(
     path
 }
 
-async fn serve(listener: TcpListener, acceptor: TlsAcceptor, state: Arc<Mutex<State>>) {
+async fn serve(listener: TcpListener, acceptor: TlsAcceptor, state: Arc<Mutex<ApiServerState>>) {
     loop {
         let (tcp, _) = listener.accept().await.unwrap();
         let (acceptor, state) = (acceptor.clone(), Arc::clone(&state));
@@ -155,7 +155,7 @@ async fn serve(listener: TcpListener, acceptor: TlsAcceptor, state: Arc<Mutex<St
 
 async fn answer(
     request: Request<Incoming>,
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<ApiServerState>>,
 ) -> Result<Response<Full<Bytes>>, hyper::Error> {
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     let body = request.into_body().collect().await?.to_bytes();
@@ -164,7 +164,7 @@ async fn answer(
     Ok(Response::builder().status(status).body(body).unwrap())
 }
 
-impl State {
+impl ApiServerState {
     fn answer(&mut self, method: &Method, path: &str, body: &[u8]) -> (StatusCode, Value) {
         if *method == Method::POST && path == PATH {
             let mut csr: Value = serde_json::from_slice(body).unwrap();

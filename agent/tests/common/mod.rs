@@ -28,14 +28,14 @@ pub fn agent() -> Command {
 }
 
 /// A process of the binary; killed when this is dropped.
-pub struct Running {
+pub struct AgentProcess {
     child: Child,
     lines: Receiver<String>,
     log: Receiver<String>,
 }
 
-impl Running {
-    pub fn start(command: &mut Command) -> Running {
+impl AgentProcess {
+    pub fn start(command: &mut Command) -> AgentProcess {
         let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -44,7 +44,7 @@ impl Running {
             .expect("the binary starts");
         let lines = forward(child.stdout.take().expect("a pipe"));
         let log = forward_log(child.stderr.take().expect("a pipe"));
-        Running { child, lines, log }
+        AgentProcess { child, lines, log }
     }
 
     pub fn pid(&self) -> u32 {
@@ -94,7 +94,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for AgentProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

@@ -29,10 +29,10 @@ pub fn no_encryption() -> Option<String> {
 /// A volume does not start, or a load sees an error.
 pub fn measure_encryption(base: &Path, seconds: u32, turns: u32) -> Result<Vec<CostFigure>> {
     let (with, without) =
-        (Subject::start(base, Transport::EncryptedTcp)?, Subject::start(base, Transport::Tcp)?);
+        (MeasuredVolume::start(base, Transport::EncryptedTcp)?, MeasuredVolume::start(base, Transport::Tcp)?);
     let mut figures = Vec::new();
     for workload in &LOADS {
-        let measure = |subject: &Subject| -> Result<f64> {
+        let measure = |subject: &MeasuredVolume| -> Result<f64> {
             Ok(load_at(&subject.volume.uri(), workload, USED, seconds)?.requests_per_s)
         };
         figures.extend(measure_by_turns(workload.name, (&with, &without), turns, measure)?);
@@ -43,19 +43,19 @@ pub fn measure_encryption(base: &Path, seconds: u32, turns: u32) -> Result<Vec<C
 }
 
 /// A volume whose used part was written once.
-struct Subject {
+struct MeasuredVolume {
     volume: BareVolume,
     // After the volume, whose files it has.
     _folder: tempfile::TempDir,
 }
 
-impl Subject {
-    fn start(base: &Path, transport: Transport) -> Result<Subject> {
+impl MeasuredVolume {
+    fn start(base: &Path, transport: Transport) -> Result<MeasuredVolume> {
         let folder = tempfile::Builder::new().prefix("bench-").tempdir_in(base)?;
         let options =
             BareVolumeOptions { size_bytes: 2 << 30, transport, ..BareVolumeOptions::new(folder.path()) };
         let volume = BareVolume::start(options)?;
         load_at(&volume.uri(), &WRITE, USED, 0)?;
-        Ok(Subject { volume, _folder: folder })
+        Ok(MeasuredVolume { volume, _folder: folder })
     }
 }

@@ -6,10 +6,10 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use shorthorn_vmkit::{Kernel, Running, VmOptions};
+use shorthorn_vmkit::{Kernel, RunningCommand, VmOptions};
 
 use super::workload::Workload;
-use crate::{Ready, VmHost, parse_fio, until};
+use crate::{ReadyAnnouncement, VmHost, parse_fio, until};
 
 const START_LIMIT: Duration = Duration::from_secs(120);
 const LOAD_LIMIT: Duration = Duration::from_secs(600);
@@ -59,7 +59,7 @@ pub fn measure_in_vm(workloads: &[Workload], replicas: u32) -> Result<Vec<VmFigu
     Ok(figures)
 }
 
-fn start(host: &VmHost, frontend: &str, replicas: u32) -> Result<(Running, Ready)> {
+fn start(host: &VmHost, frontend: &str, replicas: u32) -> Result<(RunningCommand, ReadyAnnouncement)> {
     let running = host.spawn(&format!(
         "shorthorn-agent run bench --dir /mnt/bench/volume --size 128MiB --replicas {replicas} \
          --frontend {frontend}"

@@ -61,13 +61,14 @@ impl Cost {
 /// # Errors
 /// A volume does not start, or a load sees an error.
 pub fn measure_cost(cost: Cost, base: &Path, seconds: u32, turns: u32) -> Result<Vec<CostFigure>> {
-    let (with, without) = (Subject::start(base, cost, true)?, Subject::start(base, cost, false)?);
+    let (with, without) =
+        (MeasuredVolume::start(base, cost, true)?, MeasuredVolume::start(base, cost, false)?);
     let mut figures = Vec::new();
     for workload in cost.loads() {
         for subject in [&with, &without] {
             load(&subject.volume, workload, USED, WARM_UP_S)?;
         }
-        let measure = |subject: &Subject| -> Result<f64> {
+        let measure = |subject: &MeasuredVolume| -> Result<f64> {
             Ok(load(&subject.volume, workload, USED, seconds)?.requests_per_s)
         };
         figures.extend(measure_by_turns(workload.name, (&with, &without), turns, measure)?);
@@ -78,14 +79,14 @@ pub fn measure_cost(cost: Cost, base: &Path, seconds: u32, turns: u32) -> Result
 }
 
 /// A volume whose used part was written once.
-struct Subject {
+struct MeasuredVolume {
     volume: LocalVolume,
     // After the volume, whose files it has.
     _folder: tempfile::TempDir,
 }
 
-impl Subject {
-    fn start(base: &Path, cost: Cost, is_with: bool) -> Result<Subject> {
+impl MeasuredVolume {
+    fn start(base: &Path, cost: Cost, is_with: bool) -> Result<MeasuredVolume> {
         let folder = tempfile::Builder::new().prefix("bench-").tempdir_in(base)?;
         let mut options = LocalVolumeOptions::new(folder.path());
         options.size = "10GiB".into();
@@ -99,7 +100,7 @@ impl Subject {
         if cost == Cost::VerifiedReads {
             wait_for_sums(&volume)?;
         }
-        Ok(Subject { volume, _folder: folder })
+        Ok(MeasuredVolume { volume, _folder: folder })
     }
 }
 

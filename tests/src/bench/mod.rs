@@ -18,6 +18,6 @@ pub use pause::{Pause, measure_pauses};
 pub use process::Usage;
 pub use rebuild::{RebuildFigures, measure_rebuild};
 pub use table::{Row, median, print};
-pub use targets::{Measured, Target, TargetKind};
+pub use targets::{BenchTarget, Measured, TargetKind};
 pub use turns::CostFigure;
 pub use workload::{WORKLOADS, Workload};

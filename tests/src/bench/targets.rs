@@ -47,7 +47,7 @@ pub struct Measured {
 
 /// A server of a volume.
 #[derive(Debug)]
-pub struct Target {
+pub struct BenchTarget {
     kind: TargetKind,
     // Dropped in this order: the server ends before its files are removed.
     server: Server,
@@ -62,12 +62,12 @@ enum Server {
     OneHop { child: Child, socket: PathBuf },
 }
 
-impl Target {
+impl BenchTarget {
     /// Starts it, with its files in a folder of its own below `base`; loads use the first `size` of it.
     ///
     /// # Errors
     /// It does not start.
-    pub fn start(kind: TargetKind, base: &Path, size: &str) -> Result<Target> {
+    pub fn start(kind: TargetKind, base: &Path, size: &str) -> Result<BenchTarget> {
         let folder = tempfile::Builder::new().prefix("bench-").tempdir_in(base)?;
         let server = match kind {
             TargetKind::Files { .. } => Server::None,
@@ -79,7 +79,7 @@ impl Target {
             }
             TargetKind::OneHop => one_hop(folder.path())?,
         };
-        Ok(Target { kind, server, folder, size: size.to_owned() })
+        Ok(BenchTarget { kind, server, folder, size: size.to_owned() })
     }
 
     /// Puts the load on it.
@@ -178,7 +178,7 @@ fn one_hop(folder: &Path) -> Result<Server> {
     Ok(Server::OneHop { child, socket })
 }
 
-impl Drop for Target {
+impl Drop for BenchTarget {
     fn drop(&mut self) {
         if let Server::OneHop { child, .. } = &mut self.server {
             // It may have ended by itself.

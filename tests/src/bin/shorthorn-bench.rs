@@ -7,8 +7,9 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::Parser;
 use shorthorn_tests::bench::{
-    Cost, CostFigure, Measured, RebuildFigures, Row, Target, TargetKind, VmFigure, WORKLOADS, measure_cost,
-    measure_encryption, measure_in_vm, measure_pauses, measure_rebuild, median, no_encryption, print,
+    BenchTarget, Cost, CostFigure, Measured, RebuildFigures, Row, TargetKind, VmFigure, WORKLOADS,
+    measure_cost, measure_encryption, measure_in_vm, measure_pauses, measure_rebuild, median, no_encryption,
+    print,
 };
 
 /// Measures volumes behind the NBD socket beside fio on plain files and an NBD server with one hop.
@@ -99,7 +100,7 @@ fn on_this_host(arguments: &Arguments) -> Result<()> {
     for round in 1..=arguments.rounds {
         for (at, (name, kind)) in TARGETS.iter().enumerate() {
             progress(&format!("round {round} of {}: {name}", arguments.rounds));
-            let target = Target::start(*kind, &arguments.dir, &arguments.size)?;
+            let target = BenchTarget::start(*kind, &arguments.dir, &arguments.size)?;
             for (workload, results) in WORKLOADS.iter().zip(&mut results) {
                 results[at].push(target.measure(workload, arguments.seconds)?);
             }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use clap::{Parser, ValueEnum};
 use shorthorn_control::FrontendChoice;
-use shorthorn_tests::soak::{Options, run, run_in_vm};
+use shorthorn_tests::soak::{SoakOptions, run, run_in_vm};
 use shorthorn_vmkit::Kernel;
 
 /// An emulated machine is slow: a thousand faults take over an hour.
@@ -113,7 +113,7 @@ fn soak(arguments: &Arguments) -> Result<bool> {
     let seed = arguments.seed.unwrap_or_else(|| fastrand::u64(..));
     let default_ms = if arguments.in_vm { REPLICA_TIMEOUT_IN_VM_MS } else { REPLICA_TIMEOUT_MS };
     let replica_timeout_ms = arguments.replica_timeout_ms.unwrap_or(default_ms);
-    let options = Options {
+    let options = SoakOptions {
         seed,
         faults: arguments.faults,
         time: arguments.seconds.map(Duration::from_secs),

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// A kind of fault of a process, a link or a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kind {
+pub enum FaultKind {
     /// kill -9, and a start some time later.
     ReplicaKilled,
     /// The engine is killed.
@@ -53,13 +53,13 @@ impl Group {
 }
 
 /// The row of the table in which an [`Episode`] counts.
-pub type Row = (Group, Kind);
+pub type Row = (Group, FaultKind);
 
 /// A fault of an episode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hit {
     /// The kind of fault.
-    pub kind: Kind,
+    pub kind: FaultKind,
     /// The index of the replica; meaningless for the engine.
     pub replica: usize,
     /// The time after the beginning of the previous hit, or after its end if the kind is the same.
@@ -119,37 +119,37 @@ impl Hit {
     }
 }
 
-const ALONE: [(Kind, u32); 13] = [
-    (Kind::ReplicaKilled, 22),
-    (Kind::EngineKilled, 14),
-    (Kind::ReplicaPaused, 14),
-    (Kind::EnginePaused, 7),
-    (Kind::LinkCut, 10),
-    (Kind::ToReplicaCut, 5),
-    (Kind::FromReplicaCut, 5),
-    (Kind::ConnectionsClosed, 6),
-    (Kind::LinkDelayed, 4),
-    (Kind::ToReplicaCorrupted, 8),
-    (Kind::FromReplicaCorrupted, 8),
-    (Kind::DiskSlow, 5),
-    (Kind::DiskFull, 6),
+const ALONE: [(FaultKind, u32); 13] = [
+    (FaultKind::ReplicaKilled, 22),
+    (FaultKind::EngineKilled, 14),
+    (FaultKind::ReplicaPaused, 14),
+    (FaultKind::EnginePaused, 7),
+    (FaultKind::LinkCut, 10),
+    (FaultKind::ToReplicaCut, 5),
+    (FaultKind::FromReplicaCut, 5),
+    (FaultKind::ConnectionsClosed, 6),
+    (FaultKind::LinkDelayed, 4),
+    (FaultKind::ToReplicaCorrupted, 8),
+    (FaultKind::FromReplicaCorrupted, 8),
+    (FaultKind::DiskSlow, 5),
+    (FaultKind::DiskFull, 6),
 ];
-const WITH_ENGINE: [(Kind, u32); 6] = [
-    (Kind::ReplicaKilled, 4),
-    (Kind::ReplicaPaused, 3),
-    (Kind::LinkCut, 3),
-    (Kind::FromReplicaCorrupted, 1),
-    (Kind::DiskSlow, 1),
-    (Kind::DiskFull, 1),
+const WITH_ENGINE: [(FaultKind, u32); 6] = [
+    (FaultKind::ReplicaKilled, 4),
+    (FaultKind::ReplicaPaused, 3),
+    (FaultKind::LinkCut, 3),
+    (FaultKind::FromReplicaCorrupted, 1),
+    (FaultKind::DiskSlow, 1),
+    (FaultKind::DiskFull, 1),
 ];
-const MAJORITY: [(Kind, u32); 7] = [
-    (Kind::ReplicaKilled, 4),
-    (Kind::ReplicaPaused, 3),
-    (Kind::LinkCut, 3),
-    (Kind::ConnectionsClosed, 2),
-    (Kind::FromReplicaCorrupted, 2),
-    (Kind::DiskSlow, 1),
-    (Kind::DiskFull, 1),
+const MAJORITY: [(FaultKind, u32); 7] = [
+    (FaultKind::ReplicaKilled, 4),
+    (FaultKind::ReplicaPaused, 3),
+    (FaultKind::LinkCut, 3),
+    (FaultKind::ConnectionsClosed, 2),
+    (FaultKind::FromReplicaCorrupted, 2),
+    (FaultKind::DiskSlow, 1),
+    (FaultKind::DiskFull, 1),
 ];
 const GROUPS: [(Group, u32); 3] = [(Group::Alone, 75), (Group::WithEngine, 12), (Group::Majority, 13)];
 const SLOW_DISK: Duration = Duration::from_secs(20);
@@ -176,7 +176,7 @@ pub fn draw(seed: u64, faults: usize, longest: Duration) -> Vec<Episode> {
 /// Returns all rows in which episodes can count.
 #[must_use]
 pub fn every_row() -> Vec<Row> {
-    let of = |group: Group, kinds: &[(Kind, u32)]| -> Vec<Row> {
+    let of = |group: Group, kinds: &[(FaultKind, u32)]| -> Vec<Row> {
         kinds.iter().map(|(kind, _)| (group, *kind)).collect()
     };
     [of(Group::Alone, &ALONE), of(Group::WithEngine, &WITH_ENGINE), of(Group::Majority, &MAJORITY)].concat()
@@ -201,7 +201,7 @@ impl Drawing {
 
     fn row(&mut self) -> Row {
         let group = self.weighted(&GROUPS);
-        let kinds: &[(Kind, u32)] = match group {
+        let kinds: &[(FaultKind, u32)] = match group {
             Group::Alone => &ALONE,
             Group::WithEngine => &WITH_ENGINE,
             Group::Majority => &MAJORITY,
@@ -216,7 +216,7 @@ impl Drawing {
             Group::Alone => {
                 // Some come again while the replica, or the engine, is coming back.
                 let times = match kind {
-                    Kind::ReplicaKilled | Kind::EngineKilled | Kind::ConnectionsClosed => {
+                    FaultKind::ReplicaKilled | FaultKind::EngineKilled | FaultKind::ConnectionsClosed => {
                         self.random.usize(1..4)
                     }
                     _ => 1,
@@ -225,7 +225,7 @@ impl Drawing {
             }
             Group::WithEngine => {
                 let replica = self.hit(kind, replicas[0], 0..100);
-                vec![replica, self.hit(Kind::EngineKilled, replicas[0], 20..1000)]
+                vec![replica, self.hit(FaultKind::EngineKilled, replicas[0], 20..1000)]
             }
             Group::Majority => {
                 let count = self.random.usize(2..=REPLICAS);
@@ -234,27 +234,27 @@ impl Drawing {
         }
     }
 
-    fn hit(&mut self, kind: Kind, replica: usize, after_ms: std::ops::Range<u64>) -> Hit {
+    fn hit(&mut self, kind: FaultKind, replica: usize, after_ms: std::ops::Range<u64>) -> Hit {
         let after = self.ms(after_ms);
         let hold = self.hold(kind).min(self.longest);
         Hit { kind, replica, after, hold, choice: self.random.u64(..) }
     }
 
-    fn hold(&mut self, kind: Kind) -> Duration {
+    fn hold(&mut self, kind: FaultKind) -> Duration {
         let most = self.random.u8(0..100);
         match kind {
-            Kind::ReplicaKilled | Kind::EngineKilled if most < 70 => Duration::ZERO,
-            Kind::ReplicaKilled | Kind::EngineKilled => self.ms(200..5000),
-            Kind::ReplicaPaused | Kind::EnginePaused => match most {
+            FaultKind::ReplicaKilled | FaultKind::EngineKilled if most < 70 => Duration::ZERO,
+            FaultKind::ReplicaKilled | FaultKind::EngineKilled => self.ms(200..5000),
+            FaultKind::ReplicaPaused | FaultKind::EnginePaused => match most {
                 0..80 => self.ms(1000..4000),
                 80..95 => self.ms(4000..12_000),
                 _ => self.ms(12_000..30_000),
             },
-            Kind::LinkCut | Kind::ToReplicaCut | Kind::FromReplicaCut => self.ms(200..8000),
-            Kind::ConnectionsClosed => Duration::ZERO,
-            Kind::LinkDelayed | Kind::DiskFull => self.ms(2000..8000),
-            Kind::ToReplicaCorrupted | Kind::FromReplicaCorrupted => self.ms(200..1500),
-            Kind::DiskSlow => SLOW_DISK,
+            FaultKind::LinkCut | FaultKind::ToReplicaCut | FaultKind::FromReplicaCut => self.ms(200..8000),
+            FaultKind::ConnectionsClosed => Duration::ZERO,
+            FaultKind::LinkDelayed | FaultKind::DiskFull => self.ms(2000..8000),
+            FaultKind::ToReplicaCorrupted | FaultKind::FromReplicaCorrupted => self.ms(200..1500),
+            FaultKind::DiskSlow => SLOW_DISK,
         }
     }
 
@@ -301,7 +301,7 @@ mod tests {
         for episode in draw(9, 2000, LONGEST) {
             let steps = episode.steps();
             assert_eq!(steps.len(), 2 * episode.hits.len());
-            let mut held: Vec<(Kind, usize)> = Vec::new();
+            let mut held: Vec<(FaultKind, usize)> = Vec::new();
             for step in steps {
                 let hit = &episode.hits[step.hit];
                 let what = (hit.kind, hit.replica);
@@ -319,10 +319,10 @@ mod tests {
     fn pauses_take_one_to_thirty_seconds() {
         let episodes = draw(5, 3000, LONGEST);
         let holds =
-            |kind: Kind| episodes.iter().flat_map(|one| &one.hits).filter(move |hit| hit.kind == kind);
-        let pauses: Vec<Duration> = holds(Kind::ReplicaPaused).map(|hit| hit.hold).collect();
+            |kind: FaultKind| episodes.iter().flat_map(|one| &one.hits).filter(move |hit| hit.kind == kind);
+        let pauses: Vec<Duration> = holds(FaultKind::ReplicaPaused).map(|hit| hit.hold).collect();
         assert!(pauses.iter().all(|hold| (Duration::from_secs(1)..LONGEST).contains(hold)), "{pauses:?}");
         assert!(pauses.iter().any(|hold| *hold > Duration::from_secs(20)), "{pauses:?}");
-        assert!(holds(Kind::DiskSlow).all(|hit| hit.hold == SLOW_DISK));
+        assert!(holds(FaultKind::DiskSlow).all(|hit| hit.hold == SLOW_DISK));
     }
 }

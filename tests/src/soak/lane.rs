@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use nix::sys::signal::Signal;
 
-use super::faults::{Episode, Hit, Kind};
+use super::faults::{Episode, FaultKind, Hit};
 use super::limits::{Times, limit};
-use super::link::Way;
+use super::link::LinkDirection;
 use super::pulse::Pulse;
-use super::report::{EngineEnds, Outcome, Report};
+use super::report::{EngineEnds, EpisodeResult, Report};
 use super::volume::{Volume, VolumeProcess};
 use super::watch::Watch;
-use super::{Options, say};
+use super::{SoakOptions, say};
 use crate::guest::{Guest, GuestOptions, WrongByte};
 use crate::{is_whole, until};
 
@@ -34,7 +34,7 @@ const DEPTH: usize = 8;
 
 /// A volume under load.
 pub(super) struct Lane<'a> {
-    options: &'a Options,
+    options: &'a SoakOptions,
     pulse: &'a Pulse,
     number: usize,
     volume: Volume,
@@ -45,7 +45,7 @@ pub(super) struct Lane<'a> {
 impl<'a> Lane<'a> {
     /// # Errors
     /// The volume does not start.
-    pub fn start(options: &'a Options, pulse: &'a Pulse, dir: &Path, number: usize) -> Result<Lane<'a>> {
+    pub fn start(options: &'a SoakOptions, pulse: &'a Pulse, dir: &Path, number: usize) -> Result<Lane<'a>> {
         let dir = dir.join(format!("v{number}"));
         std::fs::create_dir(&dir)?;
         let volume = Volume::start(&dir, number, options)?;
@@ -119,7 +119,7 @@ impl<'a> Lane<'a> {
         let times = Times { faults, engine: engine.total(), machine };
         let has_ended = self.watch.has_ended();
         let seen = self.watch.take();
-        let outcome = Outcome {
+        let outcome = EpisodeResult {
             reconnections: seen.reconnections - reconnections,
             seen,
             engine_ends: self.engine_ends_since(ends)?,
@@ -173,11 +173,11 @@ impl<'a> Lane<'a> {
             } else {
                 let what = format!("chance for {:?} of replica {}", hit.kind, hit.replica);
                 until(&what, HIT_LIMIT, || self.begin(hit).map(Some))?;
-                if hit.kind == Kind::DiskFull {
+                if hit.kind == FaultKind::DiskFull {
                     full.push(hit.replica);
                 }
             }
-            if matches!(hit.kind, Kind::EngineKilled | Kind::EnginePaused) {
+            if matches!(hit.kind, FaultKind::EngineKilled | FaultKind::EnginePaused) {
                 engine.record();
             }
         }
@@ -202,50 +202,52 @@ impl<'a> Lane<'a> {
     fn begin(&self, hit: &Hit) -> Result<()> {
         let (replica, link) = (hit.replica, self.volume.link(hit.replica));
         match hit.kind {
-            Kind::ReplicaKilled => self.volume.kill(VolumeProcess::Replica(replica))?,
-            Kind::EngineKilled => self.volume.kill(VolumeProcess::Engine)?,
-            Kind::ReplicaPaused => self.volume.signal(VolumeProcess::Replica(replica), Signal::SIGSTOP)?,
-            Kind::EnginePaused => self.volume.signal(VolumeProcess::Engine, Signal::SIGSTOP)?,
-            Kind::LinkCut => self.volume.cut(replica, true)?,
-            Kind::ToReplicaCut => link.cut(Way::ToReplica, true),
-            Kind::FromReplicaCut => link.cut(Way::FromReplica, true),
-            Kind::ConnectionsClosed => link.close(),
-            Kind::LinkDelayed => link.delay(Duration::from_millis(1 + hit.choice % LONGEST_DELAY_MS)),
-            Kind::ToReplicaCorrupted => link.damage(Way::ToReplica, hit.choice),
-            Kind::FromReplicaCorrupted => link.damage(Way::FromReplica, hit.choice),
-            Kind::DiskSlow => self.volume.disks[replica].limit(Some(SLOW_DISK_REQUESTS_PER_S))?,
-            Kind::DiskFull => self.volume.disks[replica].small.fill()?,
+            FaultKind::ReplicaKilled => self.volume.kill(VolumeProcess::Replica(replica))?,
+            FaultKind::EngineKilled => self.volume.kill(VolumeProcess::Engine)?,
+            FaultKind::ReplicaPaused => {
+                self.volume.signal(VolumeProcess::Replica(replica), Signal::SIGSTOP)?
+            }
+            FaultKind::EnginePaused => self.volume.signal(VolumeProcess::Engine, Signal::SIGSTOP)?,
+            FaultKind::LinkCut => self.volume.cut(replica, true)?,
+            FaultKind::ToReplicaCut => link.cut(LinkDirection::ToReplica, true),
+            FaultKind::FromReplicaCut => link.cut(LinkDirection::FromReplica, true),
+            FaultKind::ConnectionsClosed => link.close(),
+            FaultKind::LinkDelayed => link.delay(Duration::from_millis(1 + hit.choice % LONGEST_DELAY_MS)),
+            FaultKind::ToReplicaCorrupted => link.damage(LinkDirection::ToReplica, hit.choice),
+            FaultKind::FromReplicaCorrupted => link.damage(LinkDirection::FromReplica, hit.choice),
+            FaultKind::DiskSlow => self.volume.disks[replica].limit(Some(SLOW_DISK_REQUESTS_PER_S))?,
+            FaultKind::DiskFull => self.volume.disks[replica].small.fill()?,
         }
         Ok(())
     }
 
     /// Waits for a damage that has not happened yet.
     fn until_damaged(&self, hit: &Hit) -> Result<()> {
-        let way = match hit.kind {
-            Kind::ToReplicaCorrupted => Way::ToReplica,
-            Kind::FromReplicaCorrupted => Way::FromReplica,
+        let direction = match hit.kind {
+            FaultKind::ToReplicaCorrupted => LinkDirection::ToReplica,
+            FaultKind::FromReplicaCorrupted => LinkDirection::FromReplica,
             _ => return Ok(()),
         };
         let link = self.volume.link(hit.replica);
-        until("frame to damage", HIT_LIMIT, || Ok((!link.is_to_damage(way)).then_some(())))
+        until("frame to damage", HIT_LIMIT, || Ok((!link.is_to_damage(direction)).then_some(())))
     }
 
     fn end(&self, hit: &Hit) -> Result<()> {
         let (replica, link) = (hit.replica, self.volume.link(hit.replica));
         match hit.kind {
-            Kind::ReplicaKilled => self.volume.revive(VolumeProcess::Replica(replica)),
-            Kind::EngineKilled => self.volume.revive(VolumeProcess::Engine),
-            Kind::ReplicaPaused => self.resume(VolumeProcess::Replica(replica)),
-            Kind::EnginePaused => self.resume(VolumeProcess::Engine),
-            Kind::LinkCut => self.volume.cut(replica, false)?,
-            Kind::ToReplicaCut => link.cut(Way::ToReplica, false),
-            Kind::FromReplicaCut => link.cut(Way::FromReplica, false),
-            Kind::ConnectionsClosed => {}
-            Kind::LinkDelayed => link.delay(Duration::ZERO),
-            Kind::ToReplicaCorrupted => link.spare(Way::ToReplica),
-            Kind::FromReplicaCorrupted => link.spare(Way::FromReplica),
-            Kind::DiskSlow => self.volume.disks[replica].limit(None)?,
-            Kind::DiskFull => self.volume.disks[replica].small.empty()?,
+            FaultKind::ReplicaKilled => self.volume.revive(VolumeProcess::Replica(replica)),
+            FaultKind::EngineKilled => self.volume.revive(VolumeProcess::Engine),
+            FaultKind::ReplicaPaused => self.resume(VolumeProcess::Replica(replica)),
+            FaultKind::EnginePaused => self.resume(VolumeProcess::Engine),
+            FaultKind::LinkCut => self.volume.cut(replica, false)?,
+            FaultKind::ToReplicaCut => link.cut(LinkDirection::ToReplica, false),
+            FaultKind::FromReplicaCut => link.cut(LinkDirection::FromReplica, false),
+            FaultKind::ConnectionsClosed => {}
+            FaultKind::LinkDelayed => link.delay(Duration::ZERO),
+            FaultKind::ToReplicaCorrupted => link.spare(LinkDirection::ToReplica),
+            FaultKind::FromReplicaCorrupted => link.spare(LinkDirection::FromReplica),
+            FaultKind::DiskSlow => self.volume.disks[replica].limit(None)?,
+            FaultKind::DiskFull => self.volume.disks[replica].small.empty()?,
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::faults::{Group, Kind, Row};
+use super::faults::{FaultKind, Group, Row};
 
 /// A start of an engine waits for so long for replicas that do not answer when the others are enough:
 /// `MISSING_LIMIT` of the engine.
@@ -82,26 +82,26 @@ pub fn limit((group, kind): Row, replica_timeout: Duration) -> Limit {
             Beyond::Engine,
             "a start waits 5 s for a missing replica, and to the end of its attempt; then replica_timeout_ms",
         ),
-        (Group::Alone, Kind::EngineKilled) => {
+        (Group::Alone, FaultKind::EngineKilled) => {
             limit(MISSING + noticed, Beyond::Engine, "a start waits 5 s at most; then replica_timeout_ms")
         }
-        (Group::Alone, Kind::EnginePaused) => {
+        (Group::Alone, FaultKind::EnginePaused) => {
             limit(noticed, Beyond::Engine, "a pause makes no replica late by itself")
         }
-        (Group::Alone, Kind::ReplicaKilled | Kind::ConnectionsClosed) => {
+        (Group::Alone, FaultKind::ReplicaKilled | FaultKind::ConnectionsClosed) => {
             limit(noticed, Beyond::Nothing, "lost at once; the view changes within replica_timeout_ms")
         }
-        (Group::Alone, Kind::ToReplicaCorrupted | Kind::FromReplicaCorrupted) => limit(
+        (Group::Alone, FaultKind::ToReplicaCorrupted | FaultKind::FromReplicaCorrupted) => limit(
             noticed,
             Beyond::Nothing,
             "a bad frame ends its connection; a missing one is late after replica_timeout_ms",
         ),
-        (Group::Alone, Kind::DiskFull) => limit(
+        (Group::Alone, FaultKind::DiskFull) => limit(
             noticed,
             Beyond::Nothing,
             "the replica leaves at once; the view changes within replica_timeout_ms",
         ),
-        (Group::Alone, Kind::DiskSlow) => limit(
+        (Group::Alone, FaultKind::DiskSlow) => limit(
             replica_timeout + noticed,
             Beyond::Nothing,
             "replica_timeout_ms; while it comes back, once for the copy of a region and once for its answer",
@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     fn the_delay_of_the_machine_counts_and_is_bounded() {
-        let limit = limit((Group::Alone, Kind::ReplicaPaused), Duration::from_secs(5));
+        let limit = limit((Group::Alone, FaultKind::ReplicaPaused), Duration::from_secs(5));
         let of = |ms| limit.of(Times { machine: Duration::from_millis(ms), ..Times::default() });
         assert_eq!([0, 100, 60_000].map(|ms| of(ms).as_millis()), [7000, 7300, 10_000]);
     }

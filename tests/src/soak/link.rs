@@ -22,51 +22,51 @@ const CHUNK_BYTES: usize = 64 << 10;
 /// The first bytes of a frame (`shorthorn_wire`).
 const FRAME_MAGIC: &[u8] = b"SHRN";
 
-/// A direction.
+/// A direction of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum LinkDirection {
     ToReplica,
     FromReplica,
 }
 
 /// A link, gone when dropped.
 #[derive(Debug)]
-pub(super) struct Link {
-    shared: Arc<LinkState>,
+pub(super) struct FaultyLink {
+    shared: Arc<SharedLink>,
 }
 
 #[derive(Debug, Default)]
-struct LinkState {
-    state: Mutex<State>,
+struct SharedLink {
+    state: Mutex<ForwarderState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct ForwarderState {
     is_gone: bool,
     /// True if a frame was sent to the replica in clear.
     has_seen_clear: bool,
-    /// By [`Way`].
-    ways: [WayState; 2],
+    /// By [`LinkDirection`].
+    directions: [DirectionState; 2],
     delay: Duration,
     connections: Vec<(TcpStream, TcpStream)>,
 }
 
 #[derive(Debug, Default)]
-struct WayState {
+struct DirectionState {
     is_cut: bool,
     /// The choice for the next chunk that is damaged.
     damage: Option<u64>,
 }
 
-impl Link {
+impl FaultyLink {
     /// Starts a link from `at`, in the network whose file is `network`, to the replica at `replica`.
     ///
     /// # Errors
     /// The network cannot be entered, or the address is in use.
-    pub fn start(network: &Path, at: SocketAddr, replica: SocketAddr) -> Result<Link> {
+    pub fn start(network: &Path, at: SocketAddr, replica: SocketAddr) -> Result<FaultyLink> {
         let network = File::open(network).with_context(|| format!("opening {}", network.display()))?;
-        let shared: Arc<LinkState> = Arc::default();
+        let shared: Arc<SharedLink> = Arc::default();
         let forwarder = Arc::clone(&shared);
         let (sender, started) = std::sync::mpsc::channel();
         thread::spawn(move || {
@@ -86,7 +86,7 @@ impl Link {
             }
         });
         match started.recv() {
-            Ok(Ok(())) => Ok(Link { shared }),
+            Ok(Ok(())) => Ok(FaultyLink { shared }),
             Ok(Err(error)) => Err(error),
             Err(_) => bail!("the thread of a link has ended"),
         }
@@ -97,9 +97,9 @@ impl Link {
         self.shared.lock().has_seen_clear
     }
 
-    /// Stops or resumes carrying data that way; no connection ends.
-    pub fn cut(&self, way: Way, is_cut: bool) {
-        self.shared.lock().ways[way as usize].is_cut = is_cut;
+    /// Stops or resumes carrying data in that direction; no connection ends.
+    pub fn cut(&self, direction: LinkDirection, is_cut: bool) {
+        self.shared.lock().directions[direction as usize].is_cut = is_cut;
         self.shared.changed.notify_all();
     }
 
@@ -108,19 +108,19 @@ impl Link {
         self.shared.lock().delay = time;
     }
 
-    /// Damages the next data that way, as `choice` says.
-    pub fn damage(&self, way: Way, choice: u64) {
-        self.shared.lock().ways[way as usize].damage = Some(choice);
+    /// Damages the next data in that direction, as `choice` says.
+    pub fn damage(&self, direction: LinkDirection, choice: u64) {
+        self.shared.lock().directions[direction as usize].damage = Some(choice);
     }
 
-    /// Returns true if the next chunk that way is going to be damaged.
-    pub fn is_to_damage(&self, way: Way) -> bool {
-        self.shared.lock().ways[way as usize].damage.is_some()
+    /// Returns true if the next chunk in that direction is going to be damaged.
+    pub fn is_to_damage(&self, direction: LinkDirection) -> bool {
+        self.shared.lock().directions[direction as usize].damage.is_some()
     }
 
     /// Cancels the damage that has not happened yet.
-    pub fn spare(&self, way: Way) {
-        self.shared.lock().ways[way as usize].damage = None;
+    pub fn spare(&self, direction: LinkDirection) {
+        self.shared.lock().directions[direction as usize].damage = None;
     }
 
     /// Ends all connections.
@@ -131,7 +131,7 @@ impl Link {
     }
 }
 
-impl Drop for Link {
+impl Drop for FaultyLink {
     fn drop(&mut self) {
         self.shared.lock().is_gone = true;
         self.shared.changed.notify_all();
@@ -146,8 +146,8 @@ fn end(engine: &TcpStream, replica: &TcpStream) {
     }
 }
 
-impl LinkState {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl SharedLink {
+    fn lock(&self) -> MutexGuard<'_, ForwarderState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -167,27 +167,28 @@ impl LinkState {
     fn carry(self: Arc<Self>, engine: TcpStream, replica: SocketAddr) -> io::Result<()> {
         engine.set_nonblocking(false)?;
         engine.set_nodelay(true)?;
-        self.wait_until_open(Way::ToReplica)?;
+        self.wait_until_open(LinkDirection::ToReplica)?;
         let replica = TcpStream::connect_timeout(&replica, CONNECT_LIMIT)?;
         replica.set_nodelay(true)?;
         self.lock().connections.push((engine.try_clone()?, replica.try_clone()?));
         let back = (replica.try_clone()?, engine.try_clone()?);
         let link = Arc::clone(&self);
-        let other = thread::spawn(move || link.forward(Way::FromReplica, &back.0, &back.1));
-        self.forward(Way::ToReplica, &engine, &replica);
+        let other = thread::spawn(move || link.forward(LinkDirection::FromReplica, &back.0, &back.1));
+        self.forward(LinkDirection::ToReplica, &engine, &replica);
         // Nothing is left to be done if the other direction has panicked.
         let _ = other.join();
         self.lock().connections.retain(|(known, _)| known.peer_addr().is_ok());
         Ok(())
     }
 
-    /// Carries everything one way until the connection ends, and then ends it for both.
-    fn forward(&self, way: Way, mut from: &TcpStream, mut to: &TcpStream) {
+    /// Carries everything in one direction until the connection ends, and then ends it for both.
+    fn forward(&self, direction: LinkDirection, mut from: &TcpStream, mut to: &TcpStream) {
         let mut chunk = vec![0; CHUNK_BYTES];
         while let Ok(length) = from.read(&mut chunk) {
-            self.record_clear_frame(way, &chunk[..length]);
+            self.record_clear_frame(direction, &chunk[..length]);
             // The end of a connection does not pass either.
-            let Ok(pieces) = self.wait_until_open(way).map(|()| self.pieces(way, &mut chunk[..length]))
+            let Ok(pieces) =
+                self.wait_until_open(direction).map(|()| self.pieces(direction, &mut chunk[..length]))
             else {
                 break;
             };
@@ -199,14 +200,15 @@ impl LinkState {
     }
 
     /// Records a chunk that begins with the header of a frame: encrypted ones begin with that of a record.
-    fn record_clear_frame(&self, way: Way, chunk: &[u8]) {
-        if way == Way::ToReplica && chunk.starts_with(FRAME_MAGIC) {
+    fn record_clear_frame(&self, direction: LinkDirection, chunk: &[u8]) {
+        if direction == LinkDirection::ToReplica && chunk.starts_with(FRAME_MAGIC) {
             self.lock().has_seen_clear = true;
         }
     }
 
-    fn wait_until_open(&self, way: Way) -> io::Result<()> {
-        let closed = |state: &mut State| state.ways[way as usize].is_cut && !state.is_gone;
+    fn wait_until_open(&self, direction: LinkDirection) -> io::Result<()> {
+        let closed =
+            |state: &mut ForwarderState| state.directions[direction as usize].is_cut && !state.is_gone;
         let state = self.changed.wait_while(self.lock(), closed).unwrap_or_else(PoisonError::into_inner);
         let (is_gone, delay) = (state.is_gone, state.delay);
         drop(state);
@@ -216,10 +218,10 @@ impl LinkState {
     }
 
     /// Returns the pieces of a chunk to send, which may be damaged.
-    fn pieces(&self, way: Way, chunk: &mut [u8]) -> Vec<std::ops::Range<usize>> {
+    fn pieces(&self, direction: LinkDirection, chunk: &mut [u8]) -> Vec<std::ops::Range<usize>> {
         let whole = 0..chunk.len();
-        let way = &mut self.lock().ways[way as usize];
-        let Some(choice) = (if chunk.is_empty() { None } else { way.damage.take() }) else {
+        let direction = &mut self.lock().directions[direction as usize];
+        let Some(choice) = (if chunk.is_empty() { None } else { direction.damage.take() }) else {
             return vec![whole];
         };
         let at = usize::try_from(choice >> 16).unwrap_or(0) % chunk.len();

@@ -35,7 +35,7 @@ use pulse::Pulse;
 
 /// The options of a run.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct SoakOptions {
     /// The seed of the order of faults, and of the data of the loads.
     pub seed: u64,
     /// The minimum number of faults, unless the time is over before.
@@ -64,7 +64,7 @@ pub struct Options {
 ///
 /// # Errors
 /// A volume does not start. Later problems are in the report.
-pub fn run(options: &Options, dir: &Path) -> Result<Report> {
+pub fn run(options: &SoakOptions, dir: &Path) -> Result<Report> {
     let episodes = faults::draw(options.seed, options.faults, options.longest);
     let stop = AtomicBool::new(false);
     let pulse = Pulse::start(dir)?;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::{self, Display, Formatter};
 use std::time::Duration;
 
-use super::faults::{Episode, Group, Kind, Row, every_row};
+use super::faults::{Episode, FaultKind, Group, Row, every_row};
 use super::limits::{Beyond, MACHINE_MAX, Times, VIEW_WRITES, limit};
 use super::watch::{Load, Seen};
 
@@ -13,7 +13,7 @@ const SHOWN_MAX: usize = 20;
 
 /// The results of an episode.
 #[derive(Clone, Debug)]
-pub(super) struct Outcome {
+pub(super) struct EpisodeResult {
     pub seen: Seen,
     pub times: Times,
     pub limit: Duration,
@@ -33,7 +33,7 @@ pub(super) struct EngineEnds {
     pub error: String,
 }
 
-impl Outcome {
+impl EpisodeResult {
     pub fn describe(&self, episode: &Episode) -> String {
         let replicas: Vec<usize> = episode.hits.iter().map(|hit| hit.replica).collect();
         format!(
@@ -120,7 +120,7 @@ impl Report {
         Report { replica_timeout, ..Report::default() }
     }
 
-    pub(super) fn add(&mut self, episode: &Episode, volume: usize, outcome: Outcome) {
+    pub(super) fn add(&mut self, episode: &Episode, volume: usize, outcome: EpisodeResult) {
         let (row, waited, errors) = (episode.row, outcome.seen.longest.time, outcome.seen.errors);
         let is_over = waited > outcome.limit;
         let breaks = if kills_engine(row) { 0 } else { outcome.reconnections };
@@ -290,7 +290,7 @@ impl Display for Report {
 
 /// Returns true if the load has to connect again.
 fn kills_engine((group, kind): Row) -> bool {
-    group == Group::WithEngine || kind == Kind::EngineKilled
+    group == Group::WithEngine || kind == FaultKind::EngineKilled
 }
 
 fn show_list(to: &mut Formatter<'_>, title: &str, lines: &[String]) -> fmt::Result {
@@ -303,19 +303,19 @@ fn show_list(to: &mut Formatter<'_>, title: &str, lines: &[String]) -> fmt::Resu
 
 fn name_of((group, kind): Row) -> String {
     let kind = match kind {
-        Kind::ReplicaKilled => "replica killed",
-        Kind::EngineKilled => "engine killed",
-        Kind::ReplicaPaused => "replica paused",
-        Kind::EnginePaused => "engine paused",
-        Kind::LinkCut => "link cut",
-        Kind::ToReplicaCut => "link cut towards the replica",
-        Kind::FromReplicaCut => "link cut from the replica",
-        Kind::ConnectionsClosed => "connections closed",
-        Kind::LinkDelayed => "link slow",
-        Kind::ToReplicaCorrupted => "frame to the replica corrupted",
-        Kind::FromReplicaCorrupted => "frame from the replica corrupted",
-        Kind::DiskSlow => "disk at 10 requests/s",
-        Kind::DiskFull => "disk full",
+        FaultKind::ReplicaKilled => "replica killed",
+        FaultKind::EngineKilled => "engine killed",
+        FaultKind::ReplicaPaused => "replica paused",
+        FaultKind::EnginePaused => "engine paused",
+        FaultKind::LinkCut => "link cut",
+        FaultKind::ToReplicaCut => "link cut towards the replica",
+        FaultKind::FromReplicaCut => "link cut from the replica",
+        FaultKind::ConnectionsClosed => "connections closed",
+        FaultKind::LinkDelayed => "link slow",
+        FaultKind::ToReplicaCorrupted => "frame to the replica corrupted",
+        FaultKind::FromReplicaCorrupted => "frame from the replica corrupted",
+        FaultKind::DiskSlow => "disk at 10 requests/s",
+        FaultKind::DiskFull => "disk full",
     };
     match group {
         Group::Alone => kind.to_owned(),
@@ -332,8 +332,8 @@ mod tests {
         Episode { number: 1, row, hits: Vec::new() }
     }
 
-    fn outcome(ends: u32, reconnections: u64) -> Outcome {
-        Outcome {
+    fn outcome(ends: u32, reconnections: u64) -> EpisodeResult {
+        EpisodeResult {
             seen: Seen::default(),
             times: Times::default(),
             limit: Duration::from_secs(5),
@@ -344,7 +344,7 @@ mod tests {
     }
 
     /// Returns true if a run with this outcome passes.
-    fn passes(row: Row, outcome: Outcome) -> bool {
+    fn passes(row: Row, outcome: EpisodeResult) -> bool {
         let mut report = Report::default();
         report.add(&episode(row), 0, outcome);
         let table = report.to_string();
@@ -354,7 +354,7 @@ mod tests {
 
     #[test]
     fn an_engine_ends_only_without_a_majority() {
-        for kind in [Kind::ReplicaKilled, Kind::EngineKilled, Kind::DiskSlow] {
+        for kind in [FaultKind::ReplicaKilled, FaultKind::EngineKilled, FaultKind::DiskSlow] {
             assert!(passes((Group::Alone, kind), outcome(0, 0)));
             assert!(!passes((Group::Alone, kind), outcome(1, 0)));
             assert!(!passes((Group::WithEngine, kind), outcome(1, 0)));
@@ -364,9 +364,9 @@ mod tests {
 
     #[test]
     fn a_client_is_closed_only_with_its_engine() {
-        assert!(!passes((Group::Alone, Kind::ReplicaPaused), outcome(0, 1)));
-        assert!(passes((Group::Alone, Kind::EngineKilled), outcome(0, 1)));
-        assert!(passes((Group::WithEngine, Kind::ReplicaPaused), outcome(0, 1)));
-        assert!(passes((Group::Majority, Kind::ReplicaPaused), outcome(0, 1)));
+        assert!(!passes((Group::Alone, FaultKind::ReplicaPaused), outcome(0, 1)));
+        assert!(passes((Group::Alone, FaultKind::EngineKilled), outcome(0, 1)));
+        assert!(passes((Group::WithEngine, FaultKind::ReplicaPaused), outcome(0, 1)));
+        assert!(passes((Group::Majority, FaultKind::ReplicaPaused), outcome(0, 1)));
     }
 }

@@ -27,12 +27,12 @@ pub(super) struct Supervisor {
 #[derive(Debug, Default)]
 struct SupervisorState {
     is_over: bool,
-    processes: Vec<Process>,
+    processes: Vec<SupervisedProcess>,
     ends: BTreeMap<String, u32>,
 }
 
 #[derive(Debug)]
-struct Process {
+struct SupervisedProcess {
     name: String,
     command: Command,
     child: Option<Child>,
@@ -44,7 +44,7 @@ struct Process {
 impl Supervisor {
     /// Starts all of these, by name.
     pub fn start(commands: Vec<(String, Command)>) -> Supervisor {
-        let process = |(name, command)| Process {
+        let process = |(name, command)| SupervisedProcess {
             name,
             command,
             child: None,
@@ -169,7 +169,7 @@ impl SupervisorState {
     }
 }
 
-impl Process {
+impl SupervisedProcess {
     fn ended(&mut self) -> Option<ExitStatus> {
         self.child.as_mut()?.try_wait().ok()?
     }

@@ -15,9 +15,9 @@ use shorthorn_control::{
 };
 use shorthorn_types::{Members, ReplicaId};
 
-use super::Options;
+use super::SoakOptions;
 use super::disk::Disk;
-use super::link::{Link, Way};
+use super::link::{FaultyLink, LinkDirection};
 use super::supervisor::Supervisor;
 use crate::network::{Network, address};
 use crate::{DeviceClient, NbdClient, VolumeClient, binary, compare_exports, engine_status, is_whole, until};
@@ -59,7 +59,7 @@ pub(super) struct Volume {
     frontend: FrontendChoice,
     // The order of these matters when they are dropped.
     processes: Supervisor,
-    links: Vec<Link>,
+    links: Vec<FaultyLink>,
     pub disks: Vec<Disk>,
     network: Network,
 }
@@ -69,7 +69,7 @@ impl Volume {
     ///
     /// # Errors
     /// Something does not start.
-    pub fn start(dir: &Path, number: usize, options: &Options) -> Result<Volume> {
+    pub fn start(dir: &Path, number: usize, options: &SoakOptions) -> Result<Volume> {
         let network = Network::create(REPLICAS)?;
         let engine_host = number % REPLICAS;
         let name = format!("v{number}");
@@ -80,7 +80,7 @@ impl Volume {
         let disks = (0..REPLICAS).map(disk).collect::<Result<Vec<_>>>()?;
         let link = |replica: usize| {
             let at = link_address(engine_host, replica)?;
-            Link::start(&network.file(engine_host), at, replica_address(replica)?)
+            FaultyLink::start(&network.file(engine_host), at, replica_address(replica)?)
         };
         let links = (0..REPLICAS).map(link).collect::<Result<Vec<_>>>()?;
         let files = Files { dir, name: &name, disks: &disks };
@@ -95,7 +95,7 @@ impl Volume {
         Ok(Volume { dir: dir.to_owned(), name, engine_host, frontend, processes, links, disks, network })
     }
 
-    pub fn link(&self, replica: usize) -> &Link {
+    pub fn link(&self, replica: usize) -> &FaultyLink {
         &self.links[replica]
     }
 
@@ -122,8 +122,8 @@ impl Volume {
             return self.network.set_link(replica, !is_cut);
         }
         // Nothing of this link leaves the host.
-        for way in [Way::ToReplica, Way::FromReplica] {
-            self.links[replica].cut(way, is_cut);
+        for direction in [LinkDirection::ToReplica, LinkDirection::FromReplica] {
+            self.links[replica].cut(direction, is_cut);
         }
         Ok(())
     }
@@ -263,7 +263,7 @@ impl Files<'_> {
         self.dir.join(format!("replica{replica}.{extension}"))
     }
 
-    fn write_specs(&self, engine_host: usize, options: &Options) -> Result<()> {
+    fn write_specs(&self, engine_host: usize, options: &SoakOptions) -> Result<()> {
         let ids: Vec<ReplicaId> = (1..).map(ReplicaId::from_random).take(REPLICAS).collect();
         let volume: shorthorn_types::VolumeName = self.name.parse()?;
         let secret = Secret::new([0x5a; 32]);

@@ -34,12 +34,12 @@ pub(super) struct Watch {
 #[derive(Debug, Default)]
 struct WatchState {
     stop: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<LoadProgress>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct LoadProgress {
     seen: Seen,
     has_ended: bool,
     /// All requests from before have been answered.
@@ -65,8 +65,9 @@ impl Watch {
     /// # Errors
     /// They are not within `limit`, or the load has ended; [`Watch::finish`] has the reason.
     pub fn wait_for_answers(&self, since: Instant, limit: Duration) -> Result<()> {
-        let waits =
-            |state: &mut State| !state.has_ended && state.answered.is_none_or(|answered| answered < since);
+        let waits = |state: &mut LoadProgress| {
+            !state.has_ended && state.answered.is_none_or(|answered| answered < since)
+        };
         let state = self.shared.changed.wait_timeout_while(self.shared.lock(), limit, waits);
         let (state, timeout) = state.unwrap_or_else(PoisonError::into_inner);
         ensure!(!state.has_ended, "the load has ended");
@@ -99,7 +100,7 @@ impl Watch {
 }
 
 impl WatchState {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, LoadProgress> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -118,7 +118,12 @@ impl Agent {
         Ok(())
     }
 
-    pub fn start(&self, request: &Value, connect_limit: Duration, sink: Option<Sink>) -> Result<Running> {
+    pub fn start(
+        &self,
+        request: &Value,
+        connect_limit: Duration,
+        sink: Option<Sink>,
+    ) -> Result<RunningCommand> {
         let stream = self.connect(Instant::now() + connect_limit)?;
         write_frame(&mut &*stream, b'q', request.to_string().as_bytes())
             .context("cannot send a request to the guest")?;
@@ -126,7 +131,7 @@ impl Agent {
             Value::Array(argv) => argv.last().unwrap_or(&Value::Null).to_string(),
             _ => request["op"].to_string(),
         };
-        Ok(Running::new(stream, what, Arc::clone(&self.console), sink))
+        Ok(RunningCommand::new(stream, what, Arc::clone(&self.console), sink))
     }
 
     fn connections(&self) -> MutexGuard<'_, Vec<Weak<TcpStream>>> {
@@ -230,11 +235,11 @@ impl GuestCommand {
     }
 
     /// Starts it in the background.
-    pub fn spawn(self) -> Result<Running> {
+    pub fn spawn(self) -> Result<RunningCommand> {
         self.start(None)
     }
 
-    fn start(self, sink: Option<Sink>) -> Result<Running> {
+    fn start(self, sink: Option<Sink>) -> Result<RunningCommand> {
         let request = json!({ "op": "run", "argv": self.argv, "env": self.environment });
         let running = self.agent.start(&request, self.limit, sink)?;
         for chunk in self.stdin.chunks(INPUT_CHUNK) {
@@ -248,7 +253,7 @@ impl GuestCommand {
 /// A command that runs in the guest. Dropping this kills the processes of its group; services that it has
 /// started continue.
 #[derive(Debug)]
-pub struct Running {
+pub struct RunningCommand {
     stream: Arc<TcpStream>,
     what: String,
     console: Arc<ConsoleLog>,
@@ -256,7 +261,7 @@ pub struct Running {
     ended: Receiver<io::Result<i32>>,
 }
 
-impl Running {
+impl RunningCommand {
     fn new(stream: Arc<TcpStream>, what: String, console: Arc<ConsoleLog>, sink: Option<Sink>) -> Self {
         let collected = Arc::new(Mutex::new(Output::default()));
         let (sender, ended) = mpsc::channel();
@@ -319,7 +324,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningCommand {
     fn drop(&mut self) {
         // The agent kills the command of a closed connection.
         let _ = self.stream.shutdown(Shutdown::Both);

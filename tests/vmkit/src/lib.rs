@@ -30,7 +30,7 @@ mod template;
 mod terminal;
 mod vm;
 
-pub use agent::{GuestCommand, Output, Running, Stream};
+pub use agent::{GuestCommand, Output, RunningCommand, Stream};
 pub use check::check_template;
 pub use disk::{DataDisk, Durability, FileSystem};
 pub use image::Image;

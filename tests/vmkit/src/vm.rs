@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
-use crate::agent::{Agent, GuestCommand, Output, Running};
+use crate::agent::{Agent, GuestCommand, Output, RunningCommand};
 use crate::cache::RunDir;
 use crate::console::ConsoleLog;
 use crate::disk::{DataDisk, Disk, Durability, create_overlay, guest_path};
@@ -183,7 +183,7 @@ impl Vm {
     }
 
     /// Starts a bash command in the background.
-    pub fn spawn(&self, command: &str) -> Result<Running> {
+    pub fn spawn(&self, command: &str) -> Result<RunningCommand> {
         self.command(command).spawn()
     }
 

@@ -18,20 +18,20 @@ const VICTIM: usize = 2;
 const STAMP_AT: usize = 56;
 
 /// The files in a replica's directory that change while the view stays the same.
-struct State {
+struct ReplicaFiles {
     head: (PathBuf, Vec<u8>),
     intent: (PathBuf, Vec<u8>),
 }
 
-impl State {
-    fn of(volume: &Volume) -> State {
+impl ReplicaFiles {
+    fn of(volume: &Volume) -> ReplicaFiles {
         let directory = PathBuf::from(volume.directory(VICTIM));
         let read = |name: &str| {
             let path = directory.join(name);
             let bytes = fs::read(&path).unwrap();
             (path, bytes)
         };
-        State { head: read("volume-head-000.img"), intent: read("shorthorn.intent") }
+        ReplicaFiles { head: read("volume-head-000.img"), intent: read("shorthorn.intent") }
     }
 
     fn stamp(&self) -> u32 {
@@ -56,16 +56,16 @@ fn write(volume: &Volume, fill: u8) {
 }
 
 /// Returns the state of a replica after its next `stamps`.
-fn after(volume: &Volume, stamps: u32) -> State {
-    let first = State::of(volume).stamp();
+fn after(volume: &Volume, stamps: u32) -> ReplicaFiles {
+    let first = ReplicaFiles::of(volume).stamp();
     wait_for("so many stamps are stored", LIMIT, || {
-        let state = State::of(volume);
+        let state = ReplicaFiles::of(volume);
         if state.stamp() >= first + stamps { Ok(state) } else { Err(volume.log_of_engine()) }
     })
 }
 
 /// Returns a volume of three with a write that an older state of one of them lacks.
-fn with_an_older_state() -> (Volume, State) {
+fn with_an_older_state() -> (Volume, ReplicaFiles) {
     let volume = Volume::start_with(3, 16 << 20, |volume| volume.intent_clear_after_ms = 20);
     write(&volume, 7);
     let older = after(&volume, 2);

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use shorthorn_testkit::waiting::retry;
-use shorthorn_vmkit::{Kernel, Running, Vm, VmOptions};
+use shorthorn_vmkit::{Kernel, RunningCommand, Vm, VmOptions};
 
 /// The time limit of steps without much I/O; software emulation is slow.
 pub const MINUTE: Duration = Duration::from_secs(60);
@@ -32,7 +32,7 @@ pub struct Guest {
     pub vm: Vm,
     frontend: &'static str,
     /// The processes that were started, by their ids.
-    servers: Mutex<BTreeMap<u32, Running>>,
+    servers: Mutex<BTreeMap<u32, RunningCommand>>,
 }
 
 impl Guest {
@@ -76,7 +76,7 @@ impl Guest {
         Ok(pid)
     }
 
-    fn servers(&self) -> MutexGuard<'_, BTreeMap<u32, Running>> {
+    fn servers(&self) -> MutexGuard<'_, BTreeMap<u32, RunningCommand>> {
         self.servers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -117,12 +117,12 @@ impl Guest {
     }
 
     /// Starts [`Guest::start_fio`] for longer than any test needs; [`Guest::end_fio`] ends it.
-    pub fn start_endless_fio(&self, target: &str) -> Result<Running> {
+    pub fn start_endless_fio(&self, target: &str) -> Result<RunningCommand> {
         self.start_fio(target, "randwrite", 600)
     }
 
     /// Ends a load when the requests since the last fault are compared.
-    pub fn end_fio(&self, fio: Running) -> Result<()> {
+    pub fn end_fio(&self, fio: RunningCommand) -> Result<()> {
         // More than fio writes before it reads them back, and these reads.
         self.answers(600)?;
         self.vm
@@ -138,7 +138,7 @@ impl Guest {
 
     /// Starts fio on `target`: reads the writes of `mode` (randwrite, randtrimwrite) back and compares them.
     /// Its report is /mem/fio.json.
-    pub fn start_fio(&self, target: &str, mode: &str, seconds: u32) -> Result<Running> {
+    pub fn start_fio(&self, target: &str, mode: &str, seconds: u32) -> Result<RunningCommand> {
         let command = format!(
             "cd /mem && fio --name=verify --filename={target} --size=96m --rw={mode} --bsrange=4k-64k \
              --blockalign=4k --direct=1 --ioengine=libaio --iodepth=16 --time_based --runtime={seconds} \

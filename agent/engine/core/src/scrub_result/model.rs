@@ -17,7 +17,7 @@ const ROT: std::ops::Range<u32> = 11..14;
 type Member = (Option<u32>, Option<u32>);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct State {
+struct PieceState {
     members: [Member; MEMBERS],
     /// The number of rot that comes next.
     next_rot: u32,
@@ -37,7 +37,7 @@ enum Course {
 }
 
 /// Scrubs the members of `present`. Returns the new state.
-fn scrub(state: State, present: &[usize], course: Course) -> State {
+fn scrub(state: PieceState, present: &[usize], course: Course) -> PieceState {
     let checksums = |at: &usize| {
         let (sum, kept) = state.members[*at];
         (u8::try_from(*at).unwrap(), ReplicaChecksums { sum, kept, shown: sum, is_confirmed: false })
@@ -70,7 +70,7 @@ fn scrub(state: State, present: &[usize], course: Course) -> State {
 }
 
 /// Checks a scrub of the members of `present`.
-fn check(before: State, present: &[usize], course: Course) -> Result<State, String> {
+fn check(before: PieceState, present: &[usize], course: Course) -> Result<PieceState, String> {
     let after = scrub(before, present, course);
     let keepers = present.iter().filter(|at| before.members[**at].1.is_some()).count();
     let first = before.members[present[0]].0;
@@ -91,7 +91,7 @@ fn check(before: State, present: &[usize], course: Course) -> Result<State, Stri
 }
 
 /// Checks that scrubs of all members give them the right data if one has it, and a kept sum says so.
-fn check_end(state: State) -> Result<(), String> {
+fn check_end(state: PieceState) -> Result<(), String> {
     let is_known = state.members.iter().any(|(_, kept)| *kept == Some(RIGHT));
     let is_there = state.members.iter().any(|(data, _)| *data == Some(RIGHT));
     // Members that have kept rot may have differed always.
@@ -101,13 +101,13 @@ fn check_end(state: State) -> Result<(), String> {
     if is_known && is_there && !is_doubted && !is_right { Err(format!("{end:?}")) } else { Ok(()) }
 }
 
-fn next_states(state: State) -> Vec<State> {
+fn next_states(state: PieceState) -> Vec<PieceState> {
     let mut next = Vec::new();
     for at in 0..MEMBERS {
         let mut with = |member: Member, next_rot| {
             let mut members = state.members;
             members[at] = member;
-            next.push(State { members, next_rot });
+            next.push(PieceState { members, next_rot });
         };
         let (_, kept) = state.members[at];
         if ROT.contains(&state.next_rot) {
@@ -125,7 +125,7 @@ fn next_states(state: State) -> Vec<State> {
 
 #[test]
 fn no_scrub_loses_data_that_a_kept_sum_proves() {
-    let first = State { members: [(Some(RIGHT), None); MEMBERS], next_rot: ROT.start };
+    let first = PieceState { members: [(Some(RIGHT), None); MEMBERS], next_rot: ROT.start };
     let (mut seen, mut open) = (HashSet::from([first]), vec![first]);
     let presents: [&[usize]; 7] = [&[0], &[1], &[2], &[0, 1], &[0, 2], &[1, 2], &[0, 1, 2]];
     while let Some(state) = open.pop() {
