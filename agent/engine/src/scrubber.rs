@@ -2,7 +2,7 @@
 //!
 //! Snapshots never change: no request waits for this, and it uses control connections. The members are asked
 //! for the sum of each piece of each layer, and for the one that they have kept from the last agreement.
-//! [`compare_checksums`] decides which members are right. Rotten pieces are copied from a right member and
+//! [`compare_sums`] decides which members are right. Rotten pieces are copied from a right member and
 //! checked again ([`repair`]). Sums that all agree on are kept ([`sum_writer`]). The oldest layer comes
 //! first, because the others build on it.
 
@@ -17,8 +17,7 @@ use std::time::{Duration, Instant};
 
 use shorthorn_control::ScrubCommand;
 use shorthorn_core::{
-    MemberChecksums, PeerIndex, ReplicaChecksums, SUM_OF_NO_BLOCKS, ScrubResult, compare_checksums,
-    sum_to_keep,
+    MemberSums, PeerIndex, ReplicaSums, SUM_OF_NO_BLOCKS, ScrubResult, compare_sums, sum_to_keep,
 };
 use shorthorn_types::ByteRange;
 use shorthorn_wire::{EMPTY_SUM, LayerCheck, LayerRange, SUM_PIECE_BYTES};
@@ -307,28 +306,28 @@ impl Scrubber {
     ) -> Result<Vec<(PeerIndex, Option<u32>)>, ScrubError> {
         let member = |(peer, check): &(PeerIndex, LayerCheck)| {
             let LayerCheck { sum, kept, .. } = *check;
-            (*peer, ReplicaChecksums { sum, kept, ..ReplicaChecksums::default() })
+            (*peer, ReplicaSums { sum, kept, ..ReplicaSums::default() })
         };
-        let mut member_checksums: Vec<MemberChecksums> = checks.iter().map(member).collect();
-        let mut scrub_result = compare_checksums(&member_checksums);
+        let mut member_sums: Vec<MemberSums> = checks.iter().map(member).collect();
+        let mut scrub_result = compare_sums(&member_sums);
         if scrub_result == ScrubResult::CompareShownData {
-            self.read_shown_data(layer, piece, &mut member_checksums);
-            scrub_result = compare_checksums(&member_checksums);
+            self.read_shown_data(layer, piece, &mut member_sums);
+            scrub_result = compare_sums(&member_sums);
         }
-        let keep = |peer, is_repaired| sum_to_keep(&member_checksums, &scrub_result, is_repaired, peer);
+        let keep = |peer, is_repaired| sum_to_keep(&member_sums, &scrub_result, is_repaired, peer);
         let keep_all = |is_repaired| {
-            member_checksums.iter().map(|(peer, _)| (*peer, keep(*peer, is_repaired))).collect::<Vec<_>>()
+            member_sums.iter().map(|(peer, _)| (*peer, keep(*peer, is_repaired))).collect::<Vec<_>>()
         };
         let (odd, done) = match &scrub_result {
             ScrubResult::Equal => return Ok(keep_all(false)),
             ScrubResult::Undecided(odd) => (odd.clone(), Done::Undecided),
             // Some member does not report the shown sum.
             ScrubResult::CompareShownData => {
-                (member_checksums.iter().map(|(peer, _)| *peer).collect(), Done::Undecided)
+                (member_sums.iter().map(|(peer, _)| *peer).collect(), Done::Undecided)
             }
             ScrubResult::Odd { odd, .. } if !self.command.repair => (odd.clone(), Done::Reported),
             ScrubResult::Odd { odd, sources } => {
-                (odd.clone(), self.repair(layer, piece, odd, sources, &member_checksums))
+                (odd.clone(), self.repair(layer, piece, odd, sources, &member_sums))
             }
         };
         if self.layers()?.iter().all(|now| now != layer) {

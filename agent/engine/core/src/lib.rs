@@ -70,7 +70,7 @@ pub use event::{
 pub use membership::{Membership, PeerConfig, PeerIndex, PeerState};
 pub use request::{Operation, Request};
 pub use scrub_result::{
-    BlockState, MemberChecksums, ReplicaChecksums, SUM_OF_NO_BLOCKS, ScrubResult, SourceProof, VolumeCheck,
-    compare_checksums, sum_to_keep,
+    BlockState, MemberSums, ReplicaSums, SUM_OF_NO_BLOCKS, ScrubResult, SourceProof, VolumeCheck,
+    compare_sums, sum_to_keep,
 };
 pub use slot::SlotId;

@@ -7,7 +7,7 @@ use crate::bucket::Bucket;
 use crate::copy::piece_at;
 use crate::event::{CopyLimits, ScrubConfig};
 use crate::membership::{PeerIndex, PeerMask};
-use crate::scrub_result::{ReplicaChecksums, ScrubResult, VolumeCheck, compare_checksums};
+use crate::scrub_result::{ReplicaSums, ScrubResult, VolumeCheck, compare_sums};
 
 /// A scrub that is under way. Everything before its position was compared; one piece is looked at at a time.
 #[derive(Debug)]
@@ -81,10 +81,10 @@ pub(crate) fn scrub_result_of(
     members: PeerMask,
 ) -> ScrubResult {
     let member = |peer: PeerIndex| match checks[usize::from(peer)] {
-        _ if rotten.has(peer) => Some((peer, ReplicaChecksums::default())),
-        check => Some((peer, ReplicaChecksums::of_volume(check?))),
+        _ if rotten.has(peer) => Some((peer, ReplicaSums::default())),
+        check => Some((peer, ReplicaSums::of_volume(check?))),
     };
-    compare_checksums(&members.iter().filter_map(member).collect::<Vec<_>>())
+    compare_sums(&members.iter().filter_map(member).collect::<Vec<_>>())
 }
 
 /// Returns the set of these replicas.

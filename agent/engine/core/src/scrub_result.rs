@@ -28,7 +28,7 @@ impl VolumeCheck {
 
 /// The checksums of the data of one member in a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ReplicaChecksums {
+pub struct ReplicaSums {
     /// The current sum of the range; none if it cannot be read.
     pub sum: Option<u32>,
     /// The sum that the member has kept, if it has kept one.
@@ -40,11 +40,11 @@ pub struct ReplicaChecksums {
     pub is_confirmed: bool,
 }
 
-impl ReplicaChecksums {
+impl ReplicaSums {
     /// Returns the checksums for a range of the volume, which has only the data that a reader sees.
     #[must_use]
-    pub fn of_volume(VolumeCheck { sum, is_confirmed }: VolumeCheck) -> ReplicaChecksums {
-        ReplicaChecksums { sum: Some(sum), kept: None, shown: Some(sum), is_confirmed }
+    pub fn of_volume(VolumeCheck { sum, is_confirmed }: VolumeCheck) -> ReplicaSums {
+        ReplicaSums { sum: Some(sum), kept: None, shown: Some(sum), is_confirmed }
     }
 
     fn is_sound(&self) -> bool {
@@ -61,7 +61,7 @@ impl ReplicaChecksums {
 pub enum ScrubResult {
     /// All members agree.
     Equal,
-    /// The result depends on [`ReplicaChecksums::shown`] of all members that can read the range.
+    /// The result depends on [`ReplicaSums::shown`] of all members that can read the range.
     CompareShownData,
     /// Some members are wrong, and others are right.
     Odd {
@@ -75,15 +75,15 @@ pub enum ScrubResult {
 }
 
 /// A member and its checksums.
-pub type MemberChecksums = (PeerIndex, ReplicaChecksums);
+pub type MemberSums = (PeerIndex, ReplicaSums);
 
 /// Decides which members are right.
 #[must_use]
-pub fn compare_checksums(member_checksums: &[MemberChecksums]) -> ScrubResult {
-    if agree(member_checksums) {
+pub fn compare_sums(member_sums: &[MemberSums]) -> ScrubResult {
+    if agree(member_sums) {
         // If two members that have kept sums hold the same, the differing sum is wrong. Members without kept
         // sums confirm nothing: they may be copies of the rot.
-        let mut with_kept = member_checksums.iter().filter(|(_, checksums)| checksums.kept.is_some());
+        let mut with_kept = member_sums.iter().filter(|(_, checksums)| checksums.kept.is_some());
         return match (with_kept.next(), with_kept.next()) {
             (Some((alone, checksums)), None) if checksums.contradicts_itself() => {
                 ScrubResult::Undecided(vec![*alone])
@@ -91,34 +91,34 @@ pub fn compare_checksums(member_checksums: &[MemberChecksums]) -> ScrubResult {
             _ => ScrubResult::Equal,
         };
     }
-    let sound: Vec<&MemberChecksums> =
-        member_checksums.iter().filter(|(_, checksums)| is_proven(member_checksums, checksums)).collect();
-    if sound.is_empty() { by_majority(member_checksums) } else { by_kept_sums(member_checksums, &sound) }
+    let sound: Vec<&MemberSums> =
+        member_sums.iter().filter(|(_, checksums)| is_proven(member_sums, checksums)).collect();
+    if sound.is_empty() { by_majority(member_sums) } else { by_kept_sums(member_sums, &sound) }
 }
 
 /// Returns true if a kept sum proves the data of this member: its own, or that of another one, which may
 /// have rot by now. A scrub may have repaired this member, and was stopped before it kept the new sum.
 /// The sum of a piece without blocks proves nothing about another member. Each may hold the same data in a
 /// different layer.
-fn is_proven(member_checksums: &[MemberChecksums], checksums: &ReplicaChecksums) -> bool {
-    let is_kept = |(_, other): &MemberChecksums| other.kept == checksums.sum;
-    let is_kept_elsewhere = || member_checksums.iter().any(is_kept);
+fn is_proven(member_sums: &[MemberSums], checksums: &ReplicaSums) -> bool {
+    let is_kept = |(_, other): &MemberSums| other.kept == checksums.sum;
+    let is_kept_elsewhere = || member_sums.iter().any(is_kept);
     let has_blocks = checksums.sum.is_some_and(|sum| sum != SUM_OF_NO_BLOCKS);
     checksums.is_sound() || has_blocks && is_kept_elsewhere()
 }
 
-fn agree(member_checksums: &[MemberChecksums]) -> bool {
-    let mut sums = member_checksums.iter().map(|(_, checksums)| checksums.sum);
+fn agree(member_sums: &[MemberSums]) -> bool {
+    let mut sums = member_sums.iter().map(|(_, checksums)| checksums.sum);
     let Some(first) = sums.next() else { return true };
     first.is_some() && sums.all(|sum| sum == first)
 }
 
 /// Decides by kept sums: members that still hold the data of the last agreement are right, even if they
 /// differ from each other.
-fn by_kept_sums(member_checksums: &[MemberChecksums], sound: &[&MemberChecksums]) -> ScrubResult {
+fn by_kept_sums(member_sums: &[MemberSums], sound: &[&MemberSums]) -> ScrubResult {
     let mut odd = Vec::new();
-    for (peer, checksums) in member_checksums {
-        if is_proven(member_checksums, checksums) {
+    for (peer, checksums) in member_sums {
+        if is_proven(member_sums, checksums) {
             continue;
         }
         // A member without a kept sum may hold the same in another layer.
@@ -141,10 +141,10 @@ fn by_kept_sums(member_checksums: &[MemberChecksums], sound: &[&MemberChecksums]
 
 /// Decides by majority: more than half of at least three members that show the same are right. A member that
 /// cannot read is wrong if all others agree.
-fn by_majority(member_checksums: &[MemberChecksums]) -> ScrubResult {
-    let readable: Vec<&MemberChecksums> =
-        member_checksums.iter().filter(|(_, checksums)| checksums.sum.is_some()).collect();
-    let all = || member_checksums.iter().map(|(peer, _)| *peer).collect();
+fn by_majority(member_sums: &[MemberSums]) -> ScrubResult {
+    let readable: Vec<&MemberSums> =
+        member_sums.iter().filter(|(_, checksums)| checksums.sum.is_some()).collect();
+    let all = || member_sums.iter().map(|(peer, _)| *peer).collect();
     if readable.len() > 1 && readable.iter().any(|(_, checksums)| checksums.shown.is_none()) {
         return ScrubResult::CompareShownData;
     }
@@ -155,15 +155,14 @@ fn by_majority(member_checksums: &[MemberChecksums]) -> ScrubResult {
         return ScrubResult::Undecided(all());
     };
     let sources: Vec<PeerIndex> = with(largest).map(|(peer, _)| *peer).collect();
-    if sources.len() == member_checksums.len() {
+    if sources.len() == member_sums.len() {
         return ScrubResult::Equal;
     }
-    let is_alone_in_doubt =
-        matches!(&readable[..], [(_, alone)] if contradicts_any(member_checksums, alone.sum));
+    let is_alone_in_doubt = matches!(&readable[..], [(_, alone)] if contradicts_any(member_sums, alone.sum));
     let is_larger = readable.len() >= 3 && 2 * sources.len() > readable.len();
     let is_majority = is_larger && !contradicts_block_sums(&readable, &sources);
     if (sources.len() == readable.len() && !is_alone_in_doubt) || is_majority {
-        let odd = member_checksums.iter().map(|(peer, _)| *peer).filter(|peer| !sources.contains(peer));
+        let odd = member_sums.iter().map(|(peer, _)| *peer).filter(|peer| !sources.contains(peer));
         return ScrubResult::Odd { odd: odd.collect(), sources };
     }
     ScrubResult::Undecided(all())
@@ -171,17 +170,17 @@ fn by_majority(member_checksums: &[MemberChecksums]) -> ScrubResult {
 
 /// Returns true if a single member that can read the range holds something else than another one has kept.
 /// That other one may be able to read most blocks: a repair of the whole range would replace them with rot.
-fn contradicts_any(member_checksums: &[MemberChecksums], sum: Option<u32>) -> bool {
-    member_checksums.iter().any(|(_, checksums)| checksums.kept.is_some() && checksums.kept != sum)
+fn contradicts_any(member_sums: &[MemberSums], sum: Option<u32>) -> bool {
+    member_sums.iter().any(|(_, checksums)| checksums.kept.is_some() && checksums.kept != sum)
 }
 
 /// Returns true if checksums confirm the data of another member, and of none of `sources`, which may be
 /// copies of the same rot.
-fn contradicts_block_sums(readable: &[&MemberChecksums], sources: &[PeerIndex]) -> bool {
-    let (of_sources, of_others): (Vec<&MemberChecksums>, Vec<&MemberChecksums>) =
+fn contradicts_block_sums(readable: &[&MemberSums], sources: &[PeerIndex]) -> bool {
+    let (of_sources, of_others): (Vec<&MemberSums>, Vec<&MemberSums>) =
         readable.iter().partition(|(peer, _)| sources.contains(peer));
     let is_any_confirmed =
-        |members: &[&MemberChecksums]| members.iter().any(|(_, checksums)| checksums.is_confirmed);
+        |members: &[&MemberSums]| members.iter().any(|(_, checksums)| checksums.is_confirmed);
     is_any_confirmed(&of_others) && !is_any_confirmed(&of_sources)
 }
 
@@ -210,11 +209,11 @@ pub enum BlockState {
 impl SourceProof {
     /// Returns the proof for one of `sources`, according to the comparison of the piece.
     #[must_use]
-    pub fn of(source: PeerIndex, sources: &[PeerIndex], member_checksums: &[MemberChecksums]) -> SourceProof {
-        let of_source = member_checksums.iter().find(|(peer, _)| *peer == source);
-        if of_source.is_some_and(|(_, checksums)| is_proven(member_checksums, checksums)) {
+    pub fn of(source: PeerIndex, sources: &[PeerIndex], member_sums: &[MemberSums]) -> SourceProof {
+        let of_source = member_sums.iter().find(|(peer, _)| *peer == source);
+        if of_source.is_some_and(|(_, checksums)| is_proven(member_sums, checksums)) {
             SourceProof::Kept
-        } else if sources.len() > 1 && 2 * sources.len() > member_checksums.len() {
+        } else if sources.len() > 1 && 2 * sources.len() > member_sums.len() {
             SourceProof::Majority
         } else {
             SourceProof::OnlyReadable
@@ -241,17 +240,17 @@ impl SourceProof {
 /// them still, it may be copies of rot: a kept sum would prove that rot in the next scrub.
 #[must_use]
 pub fn sum_to_keep(
-    member_checksums: &[MemberChecksums],
+    member_sums: &[MemberSums],
     scrub_result: &ScrubResult,
     is_repaired: bool,
     peer: PeerIndex,
 ) -> Option<u32> {
-    let (_, checksums) = member_checksums.iter().find(|(index, _)| *index == peer)?;
+    let (_, checksums) = member_sums.iter().find(|(index, _)| *index == peer)?;
     let is_confirmed = match scrub_result {
-        ScrubResult::Equal => member_checksums.len() >= 2,
+        ScrubResult::Equal => member_sums.len() >= 2,
         ScrubResult::Odd { odd, .. } => {
-            let is_agreed = is_repaired && member_checksums.len() - odd.len() >= 2;
-            !odd.contains(&peer) && (is_agreed || is_proven(member_checksums, checksums))
+            let is_agreed = is_repaired && member_sums.len() - odd.len() >= 2;
+            !odd.contains(&peer) && (is_agreed || is_proven(member_sums, checksums))
         }
         ScrubResult::CompareShownData | ScrubResult::Undecided(_) => false,
     };
@@ -272,13 +271,13 @@ mod tests {
 
     fn scrub_result(members: Members<'_>) -> ScrubResult {
         let some = |sum| Some(sum).filter(|sum| *sum != NONE);
-        let checksums = members.iter().map(|(sum, kept, shown)| ReplicaChecksums {
+        let checksums = members.iter().map(|(sum, kept, shown)| ReplicaSums {
             sum: some(*sum),
             kept: some(*kept),
             shown: some(*shown),
             is_confirmed: false,
         });
-        compare_checksums(&(0..).zip(checksums).collect::<Vec<_>>())
+        compare_sums(&(0..).zip(checksums).collect::<Vec<_>>())
     }
 
     fn odd(odd: &[PeerIndex], sources: &[PeerIndex]) -> ScrubResult {
@@ -289,8 +288,8 @@ mod tests {
     fn of_the_volume_a_majority_is_right() {
         let scrub_result = |sums: &[u32]| {
             let checks = sums.iter().map(|sum| VolumeCheck::unconfirmed(*sum));
-            let checksums = checks.map(ReplicaChecksums::of_volume);
-            compare_checksums(&(0..).zip(checksums).collect::<Vec<_>>())
+            let checksums = checks.map(ReplicaSums::of_volume);
+            compare_sums(&(0..).zip(checksums).collect::<Vec<_>>())
         };
         assert_eq!(scrub_result(&[]), ScrubResult::Equal);
         assert_eq!(scrub_result(&[1]), ScrubResult::Equal);
@@ -308,8 +307,8 @@ mod tests {
         let scrub_result = |checks: &[(u32, bool)]| {
             let check =
                 |(sum, is_confirmed): &(u32, bool)| VolumeCheck { sum: *sum, is_confirmed: *is_confirmed };
-            let checksums = checks.iter().map(check).map(ReplicaChecksums::of_volume);
-            compare_checksums(&(0..).zip(checksums).collect::<Vec<_>>())
+            let checksums = checks.iter().map(check).map(ReplicaSums::of_volume);
+            compare_sums(&(0..).zip(checksums).collect::<Vec<_>>())
         };
         let all = ScrubResult::Undecided(vec![0, 1, 2]);
         assert_eq!(scrub_result(&[(1, true), (2, false), (2, false)]), all);
@@ -337,12 +336,12 @@ mod tests {
     fn a_source_is_proven_by_a_kept_sum_or_by_a_majority() {
         let proof = |source, sources: &[PeerIndex], sums: &[(u32, u32)]| {
             let some = |sum| Some(sum).filter(|sum| *sum != NONE);
-            let checksums = |(sum, kept): &(u32, u32)| ReplicaChecksums {
+            let checksums = |(sum, kept): &(u32, u32)| ReplicaSums {
                 sum: some(*sum),
                 kept: some(*kept),
-                ..ReplicaChecksums::default()
+                ..ReplicaSums::default()
             };
-            let members: Vec<MemberChecksums> = (0..).zip(sums.iter().map(checksums)).collect();
+            let members: Vec<MemberSums> = (0..).zip(sums.iter().map(checksums)).collect();
             SourceProof::of(source, sources, &members)
         };
         assert_eq!(proof(0, &[0], &[(9, 9), (NONE, 9)]), SourceProof::Kept);
@@ -427,18 +426,18 @@ mod tests {
     fn only_sums_that_another_member_confirms_are_kept() {
         let kept_after = |is_repaired: bool, members: &[(u32, u32)]| {
             let some = |sum| Some(sum).filter(|sum| *sum != NONE);
-            let checksums = |(sum, kept): &(u32, u32)| ReplicaChecksums {
+            let checksums = |(sum, kept): &(u32, u32)| ReplicaSums {
                 sum: some(*sum),
                 kept: some(*kept),
                 shown: some(*sum),
                 is_confirmed: false,
             };
-            let member_checksums: Vec<MemberChecksums> = (0..).zip(members.iter().map(checksums)).collect();
-            let scrub_result = compare_checksums(&member_checksums);
-            let keep = |(peer, _): &MemberChecksums| {
-                sum_to_keep(&member_checksums, &scrub_result, is_repaired, *peer).unwrap_or(NONE)
+            let member_sums: Vec<MemberSums> = (0..).zip(members.iter().map(checksums)).collect();
+            let scrub_result = compare_sums(&member_sums);
+            let keep = |(peer, _): &MemberSums| {
+                sum_to_keep(&member_sums, &scrub_result, is_repaired, *peer).unwrap_or(NONE)
             };
-            member_checksums.iter().map(keep).collect::<Vec<_>>()
+            member_sums.iter().map(keep).collect::<Vec<_>>()
         };
         let kept = |members: &[(u32, u32)]| kept_after(true, members);
         assert_eq!(kept(&[(1, NONE), (1, NONE)]), [1, 1], "the first time that all agree");

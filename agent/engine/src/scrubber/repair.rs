@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use shorthorn_core::{BlockState, MemberChecksums, PeerIndex, SourceProof};
+use shorthorn_core::{BlockState, MemberSums, PeerIndex, SourceProof};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{ExtentsQuery, Flags, LayerPatch, PATCH_BYTES_MAX, SummedRun, piece_sum};
@@ -168,10 +168,9 @@ impl Scrubber {
         &mut self,
         layer: &Layer,
         piece: ByteRange,
-        member_checksums: &mut [MemberChecksums],
+        member_sums: &mut [MemberSums],
     ) {
-        for (peer, checksums) in member_checksums.iter_mut().filter(|(_, checksums)| checksums.sum.is_some())
-        {
+        for (peer, checksums) in member_sums.iter_mut().filter(|(_, checksums)| checksums.sum.is_some()) {
             let Some(number) = layer.number_at(*peer) else { continue };
             match self.shown(*peer, number, piece) {
                 Ok(shown) => checksums.shown = Some(shown),
@@ -244,7 +243,7 @@ impl Scrubber {
         piece: ByteRange,
         odd: &[PeerIndex],
         sources: &[PeerIndex],
-        member_checksums: &[MemberChecksums],
+        member_sums: &[MemberSums],
     ) -> Done {
         if self.unrepaired.contains(&piece.offset()) {
             return Done::Failed("a layer below it differs there and comes first".to_owned());
@@ -256,10 +255,10 @@ impl Scrubber {
         for source in sources {
             let Some(number) = layer.number_at(*source) else { continue };
             let expected =
-                member_checksums.iter().find(|(peer, _)| peer == source).and_then(|(_, found)| found.sum);
+                member_sums.iter().find(|(peer, _)| peer == source).and_then(|(_, found)| found.sum);
             match self.read_content(*source, number, piece) {
                 Ok(content) if Some(content.sum()) == expected => {
-                    let proof = SourceProof::of(*source, sources, member_checksums);
+                    let proof = SourceProof::of(*source, sources, member_sums);
                     let from = RepairSource { content: &content, proof, sources };
                     // One that cannot be repaired, or not in every block, does not keep rot in the others.
                     let failures = odd.iter().filter_map(|peer| {

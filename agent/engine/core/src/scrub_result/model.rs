@@ -40,10 +40,10 @@ enum Course {
 fn scrub(state: PieceState, present: &[usize], course: Course) -> PieceState {
     let checksums = |at: &usize| {
         let (sum, kept) = state.members[*at];
-        (u8::try_from(*at).unwrap(), ReplicaChecksums { sum, kept, shown: sum, is_confirmed: false })
+        (u8::try_from(*at).unwrap(), ReplicaSums { sum, kept, shown: sum, is_confirmed: false })
     };
-    let member_checksums: Vec<MemberChecksums> = present.iter().map(checksums).collect();
-    let scrub_result = compare_checksums(&member_checksums);
+    let member_sums: Vec<MemberSums> = present.iter().map(checksums).collect();
+    let scrub_result = compare_sums(&member_sums);
     let mut after = state;
     let mut is_repaired = false;
     if let ScrubResult::Odd { odd, sources } = &scrub_result {
@@ -59,8 +59,8 @@ fn scrub(state: PieceState, present: &[usize], course: Course) -> PieceState {
     if present.len() == 1 || course == Course::Stops {
         return after;
     }
-    let keep = |peer| sum_to_keep(&member_checksums, &scrub_result, is_repaired, peer);
-    for (peer, _) in &member_checksums {
+    let keep = |peer| sum_to_keep(&member_sums, &scrub_result, is_repaired, peer);
+    for (peer, _) in &member_sums {
         after.members[usize::from(*peer)].1 = keep(*peer);
     }
     if let (ScrubResult::Odd { odd, sources }, true) = (&scrub_result, is_repaired) {
