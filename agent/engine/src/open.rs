@@ -13,7 +13,7 @@ use shorthorn_recovery::{
     Grant, NotOpen, OTHER_RUN, Offenders, OpenRequest, OpeningEngine, Proposal, conclude, propose_to,
 };
 use shorthorn_types::{Members, Regions, ReplicaId, View};
-use shorthorn_views::{FencedReplica, KeptSets, NoPlan, StartPlan, ViewChange};
+use shorthorn_views::{FencedReplica, MemberSets, NoPlan, StartPlan, ViewChange};
 
 use crate::connection::{ConnectError, ReplicaConnection, finish};
 use crate::connector::Connector;
@@ -504,7 +504,7 @@ impl OpenAttempt<'_, '_> {
 }
 
 /// A replica and its answer to a proposal.
-type Proposed = (Reached, Result<Option<KeptSets>, ConnectError>);
+type Proposed = (Reached, Result<Option<MemberSets>, ConnectError>);
 
 impl OpenAttempt<'_, '_> {
     /// Shows a message beside a replica.

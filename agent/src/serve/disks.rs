@@ -38,7 +38,7 @@ pub struct Disks {
     file: PathBuf,
     /// The folder of this host's processes.
     proc: PathBuf,
-    kept: Mutex<StoredDisks>,
+    stored: Mutex<StoredDisks>,
 }
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -61,7 +61,7 @@ impl Disks {
     /// The file of those cannot be read.
     pub fn open(configured: &[PathBuf], state_dir: &Path) -> Result<Disks, NodeError> {
         let file = state_dir.join("disks.json");
-        let kept = if file.try_exists().map_err(NodeError::at(&file))? {
+        let stored = if file.try_exists().map_err(NodeError::at(&file))? {
             load_spec::<StoredDisks>(&file)?
         } else {
             StoredDisks::default()
@@ -70,7 +70,7 @@ impl Disks {
             configured: configured.to_vec(),
             file,
             proc: longhorn::PROC.into(),
-            kept: Mutex::new(kept),
+            stored: Mutex::new(stored),
         };
         for disk in disks.paths() {
             remove_trash(&disk);
@@ -78,13 +78,13 @@ impl Disks {
         Ok(disks)
     }
 
-    fn kept(&self) -> MutexGuard<'_, StoredDisks> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    fn stored(&self) -> MutexGuard<'_, StoredDisks> {
+        self.stored.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the paths of the disks.
     pub fn paths(&self) -> BTreeSet<PathBuf> {
-        self.configured.iter().chain(self.kept().disks.iter()).cloned().collect()
+        self.configured.iter().chain(self.stored().disks.iter()).cloned().collect()
     }
 
     /// Returns all disks in their current state. A new one in the configuration is prepared first, so that
@@ -102,8 +102,8 @@ impl Disks {
     /// succeeds.
     pub fn prepare_new(&self) {
         let new: Vec<&PathBuf> = {
-            let kept = self.kept();
-            self.configured.iter().filter(|path| !kept.prepared.contains(*path)).collect()
+            let stored = self.stored();
+            self.configured.iter().filter(|path| !stored.prepared.contains(*path)).collect()
         };
         for path in new {
             if let Some(point) = missing_mount(path) {
@@ -207,12 +207,12 @@ impl Disks {
                 path.display()
             )));
         }
-        let mut kept = self.kept();
-        let mut next = kept.clone();
+        let mut stored = self.stored();
+        let mut next = stored.clone();
         next.disks.retain(|known| known != path);
-        if next.disks.len() < kept.disks.len() {
+        if next.disks.len() < stored.disks.len() {
             store_spec(&self.file, &next)?;
-            *kept = next;
+            *stored = next;
         }
         Ok(())
     }
@@ -243,13 +243,13 @@ impl Disks {
 
     /// Returns true if it was a disk of this node before.
     fn is_known(&self, path: &Path) -> bool {
-        let kept = self.kept();
-        kept.prepared.contains(path) || kept.disks.iter().any(|known| known == path)
+        let stored = self.stored();
+        stored.prepared.contains(path) || stored.disks.iter().any(|known| known == path)
     }
 
     fn remember(&self, path: &Path) -> Result<(), NodeError> {
-        let mut kept = self.kept();
-        let mut next = kept.clone();
+        let mut stored = self.stored();
+        let mut next = stored.clone();
         let is_new = if self.configured.iter().any(|known| known == path) {
             next.prepared.insert(path.to_owned())
         } else {
@@ -259,7 +259,7 @@ impl Disks {
         };
         if is_new {
             store_spec(&self.file, &next)?;
-            *kept = next;
+            *stored = next;
         }
         Ok(())
     }
@@ -267,8 +267,8 @@ impl Disks {
 
 /// Returns the disks of a node. Reads only the configuration and the state, not the disks.
 pub fn known_offline(configured: &[PathBuf], state_dir: &Path) -> BTreeSet<PathBuf> {
-    let kept = load_spec::<StoredDisks>(&state_dir.join("disks.json")).unwrap_or_default();
-    configured.iter().cloned().chain(kept.disks).collect()
+    let stored = load_spec::<StoredDisks>(&state_dir.join("disks.json")).unwrap_or_default();
+    configured.iter().cloned().chain(stored.disks).collect()
 }
 
 /// Prepares a directory as a disk of an agent that does not run.

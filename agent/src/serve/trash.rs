@@ -152,7 +152,7 @@ pub fn move_in(
         replica: *replica,
         deleted_ms: now_ms,
         allocated_bytes: allocated_bytes(&directory),
-        note: if note.is_empty() { kept_note(disk, id)? } else { note.to_owned() },
+        note: if note.is_empty() { former_note(disk, id)? } else { note.to_owned() },
     };
     with_room(
         || {
@@ -172,7 +172,7 @@ pub fn move_in(
 
 /// Returns the note of the newest folder from which the directory was restored: a later deletion without a
 /// note moves it to the trash again.
-fn kept_note(disk: &Path, id: &InstanceId) -> Result<String, NodeError> {
+fn former_note(disk: &Path, id: &InstanceId) -> Result<String, NodeError> {
     let restored = entries_of(disk, |other| other == id)?.into_iter().filter(|entry| entry.is_restored);
     let newest = restored.max_by_key(|entry| entry.deleted_ms);
     Ok(newest.and_then(|entry| entry.record.ok()).map(|record| record.note).unwrap_or_default())

@@ -5,7 +5,7 @@ use shorthorn_types::RegionSet;
 
 /// The sets that one member keeps beside the data.
 #[derive(Clone, Debug)]
-pub struct KeptSets {
+pub struct MemberSets {
     /// The write intent of the member.
     pub intent: RegionSet,
     /// The newest stamp that the member was sent; none if it does not know.
@@ -56,16 +56,16 @@ impl CombinedSets {
 /// Combines the sets of the members of a first view. The out-of-sync set of a replica is complete if every
 /// member keeps one.
 #[must_use]
-pub fn combine_sets(kept: &[KeptSets], replicas: usize, regions: u32) -> CombinedSets {
+pub fn combine_sets(member_sets: &[MemberSets], replicas: usize, regions: u32) -> CombinedSets {
     let mut all = CombinedSets {
         dirty: RegionSet::empty(regions),
         sources: Vec::new(),
-        stamp: kept.iter().filter_map(|member| member.stamp).max(),
+        stamp: member_sets.iter().filter_map(|member| member.stamp).max(),
         out_of_sync: vec![RegionSet::empty(regions); replicas],
         stamps: vec![None; replicas],
-        is_complete: vec![!kept.is_empty(); replicas],
+        is_complete: vec![!member_sets.is_empty(); replicas],
     };
-    for member in kept {
+    for member in member_sets {
         all.dirty.insert_all(&member.intent);
         for (replica, out_of_sync_set) in member.out_of_sync.iter().enumerate().take(replicas) {
             match out_of_sync_set {
@@ -77,7 +77,7 @@ pub fn combine_sets(kept: &[KeptSets], replicas: usize, regions: u32) -> Combine
             }
         }
     }
-    all.sources = sources(kept, &all.dirty);
+    all.sources = sources(member_sets, &all.dirty);
     all
 }
 
@@ -87,14 +87,14 @@ pub fn combine_sets(kept: &[KeptSets], replicas: usize, regions: u32) -> Combine
 /// An acknowledged write is in the write intent of all members until all have flushed it. So these members
 /// hold every acknowledged write. A member that has modified the region may be one that differed from the
 /// majority, and was being repaired.
-fn sources(kept: &[KeptSets], dirty: &RegionSet) -> Vec<RegionSet> {
-    let mut sources = vec![RegionSet::empty(dirty.limit()); kept.len()];
+fn sources(member_sets: &[MemberSets], dirty: &RegionSet) -> Vec<RegionSet> {
+    let mut sources = vec![RegionSet::empty(dirty.limit()); member_sets.len()];
     for region in dirty.iter() {
-        let modified = kept.iter().filter(|member| member.intent.contains(region)).count();
-        if modified * 2 >= kept.len() {
+        let modified = member_sets.iter().filter(|member| member.intent.contains(region)).count();
+        if modified * 2 >= member_sets.len() {
             continue;
         }
-        for (member, sources) in kept.iter().zip(&mut sources) {
+        for (member, sources) in member_sets.iter().zip(&mut sources) {
             if !member.intent.contains(region) {
                 sources.insert(region);
             }
@@ -116,7 +116,7 @@ mod tests {
             }
             set
         };
-        let member = |of: &[u32]| KeptSets { intent: set(of), stamp: None, out_of_sync: Vec::new() };
+        let member = |of: &[u32]| MemberSets { intent: set(of), stamp: None, out_of_sync: Vec::new() };
         let three = [member(&[1, 2, 3]), member(&[2, 3]), member(&[3])];
         assert_eq!(combine_sets(&three, 0, 10).sources, [set(&[]), set(&[1]), set(&[1])]);
         assert_eq!(
@@ -136,12 +136,12 @@ mod tests {
             set
         };
         let out_of_sync_set = |of, stamp| Some(OutOfSyncSet { out_of_sync: set(of), stamp });
-        let one = KeptSets {
+        let one = MemberSets {
             intent: set(&[1]),
             stamp: Some(7),
             out_of_sync: vec![None, out_of_sync_set(&[4], 3), out_of_sync_set(&[6], 2)],
         };
-        let two = KeptSets {
+        let two = MemberSets {
             intent: set(&[2]),
             stamp: Some(8),
             out_of_sync: vec![None, out_of_sync_set(&[5], 4), None],
@@ -151,7 +151,7 @@ mod tests {
         assert_eq!(all.out_of_sync, [set(&[]), set(&[4, 5]), set(&[6])]);
         assert_eq!(all.is_complete, [false, true, false]);
         assert_eq!((all.stamp, &all.stamps[..]), (Some(8), &[None, Some(4), Some(2)][..]));
-        let unknown = KeptSets { stamp: None, ..two.clone() };
+        let unknown = MemberSets { stamp: None, ..two.clone() };
         assert_eq!(combine_sets(&[one, unknown.clone()], 3, 10).stamp, Some(7));
         let none = combine_sets(&[unknown], 3, 10);
         assert_eq!(

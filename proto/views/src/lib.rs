@@ -41,7 +41,7 @@ mod start;
 
 pub use arbiter::{Arbiter, NotGranted};
 pub use change::{ChangeProgress, ViewChange};
-pub use combined_sets::{CombinedSets, KeptSets, OutOfSyncSet, combine_sets};
+pub use combined_sets::{CombinedSets, MemberSets, OutOfSyncSet, combine_sets};
 pub use out_of_sync_sets::{lacks_room, out_of_sync_sets_to_forget};
 pub use plan::{FencedReplica, NoPlan, StartPlan, plan, remembers};
 pub use quorum::{Quorum, quorum};

@@ -83,7 +83,7 @@ mod tests {
     fn a_list_that_is_older_than_the_out_of_sync_set_costs_only_a_copy() {
         use shorthorn_types::RegionSet;
 
-        use crate::{KeptSets, OutOfSyncSet, combine_sets};
+        use crate::{MemberSets, OutOfSyncSet, combine_sets};
 
         // Replica 3 is not in the list of an engine that has reached one of two members.
         let (now, list) = (view(5, &[1, 2]), ids(&[1, 2]));
@@ -92,7 +92,7 @@ mod tests {
         let empty = || RegionSet::empty(4);
         let kept = |out_of_sync: Option<RegionSet>| {
             let out_of_sync_set = out_of_sync.map(|out_of_sync| OutOfSyncSet { out_of_sync, stamp: 0 });
-            KeptSets { intent: empty(), stamp: None, out_of_sync: vec![None, None, out_of_sync_set] }
+            MemberSets { intent: empty(), stamp: None, out_of_sync: vec![None, None, out_of_sync_set] }
         };
         let all = combine_sets(&[kept(None), kept(Some(empty()))], 3, 4);
         assert!(

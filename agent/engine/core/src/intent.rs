@@ -64,7 +64,7 @@ impl WriteIntent {
     }
 
     /// Returns the maximum number of regions that stay dirty until a cycle.
-    pub fn kept(&self) -> u32 {
+    pub fn left_dirty(&self) -> u32 {
         self.hot.len() + self.warm.len()
     }
 

@@ -5,7 +5,7 @@ use shorthorn_types::{
     Generation, Members, RegionSet, Regions, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
 use shorthorn_views::{
-    ChangeProgress, CombinedSets, FencedReplica, KeptSets, NoPlan, OutOfSyncSet, StartPlan, ViewChange,
+    ChangeProgress, CombinedSets, FencedReplica, MemberSets, NoPlan, OutOfSyncSet, StartPlan, ViewChange,
     combine_sets, out_of_sync_sets_to_forget, plan,
 };
 use shorthorn_wire::Welcome;
@@ -183,7 +183,7 @@ pub trait OpeningEngine {
         &mut self,
         to: Vec<Reached<Self::Link>>,
         proposal: &Proposal,
-    ) -> Vec<(Reached<Self::Link>, Result<Option<KeptSets>, <Self::Link as ReplicaLink>::Error>)>;
+    ) -> Vec<(Reached<Self::Link>, Result<Option<MemberSets>, <Self::Link as ReplicaLink>::Error>)>;
 
     /// Calls [`conclude`] for every replica, and connects all queues to the members. Fails with
     /// [`NotOpen::aborted_by`] if a member is to blame.
@@ -411,7 +411,7 @@ fn blamed<E: OpeningEngine>(
 pub async fn propose_to<L: ReplicaLink>(
     one: &mut Reached<L>,
     proposal: &Proposal,
-) -> Result<Option<KeptSets>, L::Error> {
+) -> Result<Option<MemberSets>, L::Error> {
     let Reached { replica, link, welcome } = one;
     let Proposal { view, honoured, .. } = proposal;
     make_room(link, (*replica, welcome), &proposal.wanted(), view, honoured).await?;
@@ -430,7 +430,7 @@ pub async fn propose_to<L: ReplicaLink>(
             out_of_sync_set.map(|(out_of_sync, stamp)| OutOfSyncSet { out_of_sync, stamp })
         });
     }
-    Ok(Some(KeptSets { intent, stamp: welcome.stamp, out_of_sync }))
+    Ok(Some(MemberSets { intent, stamp: welcome.stamp, out_of_sync }))
 }
 
 /// Makes one replica that has stored the committed view mark it as committed, and forget the out-of-sync sets

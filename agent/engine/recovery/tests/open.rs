@@ -15,7 +15,7 @@ use shorthorn_recovery::{
 use shorthorn_types::{
     Errno, Generation, MarkRegions, Members, RegionsOf, ReplicaId, ReplicaReport, View, ViewId,
 };
-use shorthorn_views::{FencedReplica, KeptSets, NoPlan, StartPlan, ViewChange};
+use shorthorn_views::{FencedReplica, MemberSets, NoPlan, StartPlan, ViewChange};
 use shorthorn_wire::{CopyState, ExtentsPage, ExtentsQuery, LayerList, RegionsPage, RegionsQuery, Welcome};
 
 const SIZE_BYTES: u64 = 16 << 20;
@@ -186,7 +186,7 @@ impl OpeningEngine for Engine {
         &mut self,
         to: Vec<Reached<Replica>>,
         proposal: &Proposal,
-    ) -> Vec<(Reached<Replica>, Result<Option<KeptSets>, Broken>)> {
+    ) -> Vec<(Reached<Replica>, Result<Option<MemberSets>, Broken>)> {
         let mut answers = Vec::new();
         for mut one in to {
             let answer = propose_to(&mut one, proposal).await;

@@ -6,7 +6,7 @@ use std::task::Poll;
 
 use shorthorn_recovery::{Grant, NotOpen, OpeningEngine, Proposal, Reached, propose_to};
 use shorthorn_types::{Members, ReplicaId};
-use shorthorn_views::{FencedReplica, KeptSets, NoPlan, StartPlan, ViewChange};
+use shorthorn_views::{FencedReplica, MemberSets, NoPlan, StartPlan, ViewChange};
 
 use super::link::{CallError, Via, Wire};
 use super::{EngineHandle, RETRY_US};
@@ -173,7 +173,7 @@ impl OpeningEngine for OpenAttempt {
         &mut self,
         to: Vec<Reached<Via<Wire>>>,
         proposal: &Proposal,
-    ) -> Vec<(Reached<Via<Wire>>, Result<Option<KeptSets>, CallError>)> {
+    ) -> Vec<(Reached<Via<Wire>>, Result<Option<MemberSets>, CallError>)> {
         let propose = |mut one| async move {
             let answer = propose_to(&mut one, proposal).await;
             (one, answer)

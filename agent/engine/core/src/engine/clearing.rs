@@ -23,7 +23,7 @@ impl EngineCore {
         }
         let regions = self.size.regions();
         let rebuilding = self.membership.rebuilding();
-        let dirty_bytes = regions.region_bytes() * u64::from(self.intent.kept());
+        let dirty_bytes = regions.region_bytes() * u64::from(self.intent.left_dirty());
         let copies_wait = self.has_copies_without_stamps();
         let now_ms = self.clock.now_ms();
         if !copies_wait && !self.clearing.is_due(now_ms, dirty_bytes, !rebuilding.is_empty()) {
