@@ -119,7 +119,7 @@ fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64)
     let bytes = serde_json::to_vec(&salvaged).map_err(|error| refuse(error.to_string()))?;
     // The sets describe other replicas, which receive full copies, or regions in which this one may differ
     // from them. They are removed before the state: after an interruption, all steps are repeated.
-    store.remove_all_regions()?;
+    store.region_files().remove_all()?;
     store.drop_damaged_lost_blocks()?;
     let accepted =
         store.accept_unfinished_copy(&format!("{attach}-{replica}")).and_then(|()| store.set_left(false));

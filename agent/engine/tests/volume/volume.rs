@@ -345,7 +345,7 @@ impl Volume {
         let directory = self.place(number);
         let options = OpenOptions { read_only: true, ..OpenOptions::default() };
         let store = Store::open(directory, options).unwrap();
-        let bytes = store.read_regions(SetKey::Intent).unwrap().unwrap();
+        let bytes = store.region_files().read(SetKey::Intent).unwrap().unwrap();
         let regions = Regions::of(self.size_bytes);
         let (intent_log, damages) = WriteIntentLog::load(regions, store.info().epoch, &bytes);
         assert!(damages.is_empty(), "{damages:?}");
@@ -355,7 +355,7 @@ impl Volume {
     /// Returns the replicas whose out-of-sync sets a stopped replica keeps.
     pub fn out_of_sync_sets(&self, number: usize) -> Vec<ReplicaId> {
         let options = OpenOptions { read_only: true, ..OpenOptions::default() };
-        Store::open(self.place(number), options).unwrap().out_of_sync_files().unwrap()
+        Store::open(self.place(number), options).unwrap().region_files().out_of_sync().unwrap()
     }
 
     /// Gives a stopped replica the out-of-sync sets of `count` replicas that the volume does not have.
@@ -370,7 +370,7 @@ impl Volume {
             let (of, runs) = (RegionsOf::OutOfSync(replica), Vec::new());
             let mark = MarkRegions { of, action: MarkAction::Add, runs, stamp: 0, size_bytes: 0 };
             let Marked::Begin(new) = intent_log.mark(&mark).unwrap() else { panic!("it begins") };
-            store.make_regions(SetKey::OutOfSync(replica), &new.file()).unwrap();
+            store.region_files().make(SetKey::OutOfSync(replica), &new.file()).unwrap();
         }
         store.close().unwrap();
     }

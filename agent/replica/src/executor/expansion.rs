@@ -20,7 +20,7 @@ impl Grown {
     /// Discards the grown sets, because the volume does not grow.
     fn discard(self, store: &Store) {
         for (key, _) in &self.files {
-            store.unstage_regions(*key);
+            store.region_files().unstage(*key);
         }
     }
 }
@@ -66,7 +66,8 @@ impl Executor {
     fn stage_grown(&self, regions: Regions) -> Result<Grown, StoreError> {
         let sets = self.state.intent_log().grown(regions);
         let grown = Grown { files: sets.files().collect(), sets };
-        let staged = grown.files.iter().try_for_each(|(key, bytes)| self.store.stage_regions(*key, bytes));
+        let staged =
+            grown.files.iter().try_for_each(|(key, bytes)| self.store.region_files().stage(*key, bytes));
         match staged {
             Ok(()) => Ok(grown),
             Err(error) => {
@@ -80,8 +81,8 @@ impl Executor {
     fn adopt_grown(&mut self, grown: Grown) -> Result<(), StoreError> {
         for (key, bytes) in &grown.files {
             // A repair of the directory may have deleted the file.
-            let adopted = self.store.adopt_regions(*key);
-            let file = adopted.or_else(|_| self.store.make_regions(*key, bytes))?;
+            let adopted = self.store.region_files().adopt(*key);
+            let file = adopted.or_else(|_| self.store.region_files().make(*key, bytes))?;
             self.region_sets.put_file(*key, file);
         }
         self.state.intent_log_mut().grow(grown.sets);

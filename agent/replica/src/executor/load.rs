@@ -74,7 +74,7 @@ fn open_sets(store: &Store, state: &ReplicaState, region_sets: &mut RegionSets) 
     let out_of_sync = state.intent_log().tracks();
     for key in out_of_sync.iter().map(SetKey::OutOfSync).chain([SetKey::Intent]).chain(unsummed) {
         if !region_sets.has_file(key) {
-            region_sets.put_file(key, store.open_regions(key)?);
+            region_sets.put_file(key, store.region_files().open(key)?);
         }
     }
     Ok(())
@@ -104,14 +104,15 @@ fn read_files(
     views: ReplicaViews,
     wants_sums: bool,
 ) -> Result<StoredFiles, ReplicaError> {
-    let unsummed = store.read_regions(SetKey::Unsummed)?;
+    let unsummed = store.region_files().read(SetKey::Unsummed)?;
     let sums = match wants_sums {
         true => SumsFound::Wanted(unsummed),
         false => SumsFound::Unwanted { has_file: unsummed.is_some() },
     };
     let mut out_of_sync = Vec::new();
-    for replica in store.out_of_sync_files()? {
-        out_of_sync.push((replica, store.read_regions(SetKey::OutOfSync(replica))?.unwrap_or_default()));
+    for replica in store.region_files().out_of_sync()? {
+        out_of_sync
+            .push((replica, store.region_files().read(SetKey::OutOfSync(replica))?.unwrap_or_default()));
     }
     let info = store.info();
     Ok(StoredFiles {
@@ -119,7 +120,7 @@ fn read_files(
         views,
         regions: Regions::of(store.size_bytes()),
         epoch: info.epoch,
-        intent: store.read_regions(SetKey::Intent)?,
+        intent: store.region_files().read(SetKey::Intent)?,
         out_of_sync,
         sums,
         holds_data: holds_data(store)?,

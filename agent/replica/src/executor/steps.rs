@@ -102,11 +102,11 @@ impl Disk for ReplicaFiles<'_> {
                 self.store.save_state(&self.owner.with_views(views)?)?;
             }
             DurableStep::MakeSet(key, bytes) => {
-                let file = self.store.make_regions(key, bytes)?;
+                let file = self.store.region_files().make(key, bytes)?;
                 tracing::info!("the set of regions '{key}' is kept from now on");
                 self.sets.put(key, file);
             }
-            DurableStep::RemoveSet(key) => match self.store.remove_regions(key) {
+            DurableStep::RemoveSet(key) => match self.store.region_files().remove(key) {
                 Ok(()) => {
                     tracing::info!("the set of regions '{key}' is no longer kept");
                     self.sets.remove(key);
@@ -190,7 +190,7 @@ mod tests {
         let store = Store::create(temp.path().join("replica"), options).unwrap();
         let key = SetKey::OutOfSync(ReplicaId::from_random(2));
         let mut files = SetFiles::default();
-        files.put(key, store.make_regions(key, &[0; 4096]).unwrap());
+        files.put(key, store.region_files().make(key, &[0; 4096]).unwrap());
         let link = format!("/proc/self/fd/{}", files.fd(key).unwrap());
         let open = fs::read_link(&link).unwrap();
         files.write_began();

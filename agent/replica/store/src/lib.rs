@@ -10,7 +10,7 @@
 //!   whole or not at all, whenever the process or the machine stops.
 //!
 //! Beside the volume, a store keeps the data that a replica must not forget. These are its state
-//! ([`Store::save_state`]), sets of regions ([`Store::make_regions`]), the progress as a copy of another
+//! ([`Store::save_state`]), sets of regions ([`Store::region_files`]), the progress as a copy of another
 //! replica ([`Store::begin_copy`]), and sums of its snapshots ([`Store::save_sums`]).
 //!
 //! [`inspect()`] and [`export()`] look at a directory without changing anything in it.
@@ -79,7 +79,7 @@ pub use inspect::{
 };
 pub use lost_blocks::{FoundLostBlocks, LOST_BLOCKS_MAX, LostBlock, LostBlocks};
 pub use options::{CreateOptions, Fault, FaultHook, OpenOptions};
-pub use regions::RegionFile;
+pub use regions::{RegionFile, RegionFiles};
 pub use shorthorn_chain::{
     BlockSource, ChainError, CopyLayer, EdgeBlock, FileIndex, ImageName, MapUsage, ReadSegment, WINDOW_BYTES,
     WritePlan, ZeroStep, memory_limit_bytes, with_check, without_check,

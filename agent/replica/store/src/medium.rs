@@ -131,19 +131,23 @@ impl Medium {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn medium(temp: &tempfile::TempDir, is_read_only: bool) -> Medium {
-        let directory = Directory::open(temp.path()).unwrap();
+impl Medium {
+    /// Opens a directory for the test of a part.
+    pub fn at(path: &std::path::Path, is_read_only: bool) -> Medium {
+        let directory = Directory::open(path).unwrap();
         let host = HostFileSystem::probe(&directory, is_read_only).unwrap();
         Medium::new(directory, host, None, is_read_only)
     }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
 
     #[test]
     fn a_broken_medium_takes_no_change_until_it_is_whole() {
         let temp = tempfile::tempdir().unwrap();
-        let mut medium = medium(&temp, false);
+        let mut medium = Medium::at(temp.path(), false);
         medium.check_writable().unwrap();
         medium.record_stop(Some(&StoreError::FoldRunning));
         medium.record_stop(None);
@@ -158,7 +162,7 @@ mod tests {
     #[test]
     fn a_medium_for_reading_never_becomes_writable() {
         let temp = tempfile::tempdir().unwrap();
-        let mut medium = medium(&temp, true);
+        let mut medium = Medium::at(temp.path(), true);
         medium.mark_broken();
         assert!(medium.is_read_only() && !medium.is_broken());
         medium.mark_whole();

@@ -17,7 +17,7 @@ use shorthorn_types::{RegionSet, Regions, ReplicaId};
 use crate::buffer::AlignedBuffer;
 use crate::directory::Directory;
 use crate::error::StoreError;
-use crate::store::Store;
+use crate::medium::Medium;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
@@ -56,12 +56,22 @@ impl RegionFile {
     }
 }
 
-impl Store {
+/// The files of the sets of regions in the directory of a store.
+#[derive(Clone, Copy, Debug)]
+pub struct RegionFiles<'a> {
+    medium: &'a Medium,
+}
+
+impl<'a> RegionFiles<'a> {
+    pub(crate) fn new(medium: &'a Medium) -> RegionFiles<'a> {
+        RegionFiles { medium }
+    }
+
     /// Returns the replicas whose out-of-sync sets have a file.
     ///
     /// # Errors
     /// An I/O error.
-    pub fn out_of_sync_files(&self) -> Result<Vec<ReplicaId>> {
+    pub fn out_of_sync(&self) -> Result<Vec<ReplicaId>> {
         let names = self.medium.directory().list()?;
         Ok(names.iter().filter_map(|name| name.strip_prefix(OUT_OF_SYNC_PREFIX)?.parse().ok()).collect())
     }
@@ -70,7 +80,7 @@ impl Store {
     ///
     /// # Errors
     /// An I/O error.
-    pub fn read_regions(&self, key: SetKey) -> Result<Option<Vec<u8>>> {
+    pub fn read(&self, key: SetKey) -> Result<Option<Vec<u8>>> {
         self.medium.directory().read(&name_of(key))
     }
 
@@ -78,7 +88,7 @@ impl Store {
     ///
     /// # Errors
     /// An I/O error.
-    pub fn open_regions(&self, key: SetKey) -> Result<RegionFile> {
+    pub fn open(&self, key: SetKey) -> Result<RegionFile> {
         self.medium.check_writable()?;
         let name = name_of(key);
         let file = self.medium.directory().open_file(&name, OFlag::O_RDWR | self.medium.direct_flag())?;
@@ -91,29 +101,29 @@ impl Store {
     ///
     /// # Errors
     /// An I/O error. A little space is set aside, so that there is room for a few files on a full disk.
-    pub fn make_regions(&self, key: SetKey, bytes: &[u8]) -> Result<RegionFile> {
-        self.stage_regions(key, bytes)?;
-        self.adopt_regions(key)
+    pub fn make(&self, key: SetKey, bytes: &[u8]) -> Result<RegionFile> {
+        self.stage(key, bytes)?;
+        self.adopt(key)
     }
 
     /// Writes a new file of a set under another name, to replace the existing one. Durable on return; the
     /// next opening removes it.
     ///
     /// # Errors
-    /// The errors of [`Store::make_regions`]; the file does not exist then.
-    pub fn stage_regions(&self, key: SetKey, bytes: &[u8]) -> Result<()> {
+    /// The errors of [`RegionFiles::make`]; the file does not exist then.
+    pub fn stage(&self, key: SetKey, bytes: &[u8]) -> Result<()> {
         self.medium.check_writable()?;
         let temp = temp_name(&name_of(key));
         let written =
             self.medium.directory().with_reserve(|| write_allocated(self.medium.directory(), &temp, bytes));
         if written.is_err() {
-            self.unstage_regions(key);
+            self.unstage(key);
         }
         written
     }
 
     /// Forgets a file that was staged.
-    pub fn unstage_regions(&self, key: SetKey) {
+    pub fn unstage(&self, key: SetKey) {
         // The partial file has no name that counts; the next opening removes it if this fails.
         let _ = self.medium.directory().unlink(&temp_name(&name_of(key)));
     }
@@ -122,12 +132,12 @@ impl Store {
     ///
     /// # Errors
     /// An I/O error.
-    pub fn adopt_regions(&self, key: SetKey) -> Result<RegionFile> {
+    pub fn adopt(&self, key: SetKey) -> Result<RegionFile> {
         self.medium.check_writable()?;
         let (name, temp) = (name_of(key), temp_name(&name_of(key)));
         let named =
             self.medium.directory().rename(&temp, &name).and_then(|()| self.medium.directory().sync());
-        let made = named.and_then(|()| self.open_regions(key));
+        let made = named.and_then(|()| self.open(key));
         if made.is_err() {
             // An outdated file must not be found later. If even the removal fails, the error that led here
             // describes the disk.
@@ -140,9 +150,9 @@ impl Store {
     ///
     /// # Errors
     /// An I/O error; some may be gone then.
-    pub fn remove_all_regions(&self) -> Result<()> {
+    pub fn remove_all(&self) -> Result<()> {
         self.medium.check_writable()?;
-        let out_of_sync = self.out_of_sync_files()?.into_iter().map(SetKey::OutOfSync);
+        let out_of_sync = self.out_of_sync()?.into_iter().map(SetKey::OutOfSync);
         for key in out_of_sync.chain([SetKey::Intent, SetKey::Unsummed]) {
             self.medium.directory().unlink(&name_of(key))?;
         }
@@ -153,7 +163,7 @@ impl Store {
     ///
     /// # Errors
     /// An I/O error.
-    pub fn remove_regions(&self, key: SetKey) -> Result<()> {
+    pub fn remove(&self, key: SetKey) -> Result<()> {
         self.medium.check_writable()?;
         self.medium.directory().unlink(&name_of(key))?;
         self.medium.directory().sync()
@@ -186,4 +196,40 @@ fn write_allocated(directory: &Directory, name: &str, bytes: &[u8]) -> Result<()
         Err(errno) => return Err(failed(errno.into())),
     }
     file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_staged_file_counts_only_once_it_is_adopted() {
+        let temp = tempfile::tempdir().unwrap();
+        let medium = Medium::at(temp.path(), false);
+        let files = RegionFiles::new(&medium);
+        let former = files.make(SetKey::Intent, &[1; 4096]).unwrap();
+        files.stage(SetKey::Intent, &[2; 8192]).unwrap();
+        assert_eq!(files.read(SetKey::Intent).unwrap(), Some(vec![1; 4096]));
+        let adopted = files.adopt(SetKey::Intent).unwrap();
+        assert_ne!(adopted.inode(), former.inode());
+        assert_eq!(files.read(SetKey::Intent).unwrap(), Some(vec![2; 8192]));
+        files.stage(SetKey::Intent, &[3; 4096]).unwrap();
+        files.unstage(SetKey::Intent);
+        files.adopt(SetKey::Intent).unwrap_err();
+        assert_eq!(files.read(SetKey::Intent).unwrap(), None, "the former file would be outdated");
+    }
+
+    #[test]
+    fn the_sets_of_a_directory_for_reading_do_not_change() {
+        let temp = tempfile::tempdir().unwrap();
+        let out_of_sync = SetKey::OutOfSync(ReplicaId::from_random(5));
+        RegionFiles::new(&Medium::at(temp.path(), false)).make(out_of_sync, &[1; 4096]).unwrap();
+        let medium = Medium::at(temp.path(), true);
+        let files = RegionFiles::new(&medium);
+        assert_eq!(files.out_of_sync().unwrap(), [ReplicaId::from_random(5)]);
+        assert!(matches!(files.make(out_of_sync, &[2; 4096]), Err(StoreError::ReadOnly(_))));
+        assert!(matches!(files.remove(out_of_sync), Err(StoreError::ReadOnly(_))));
+        assert!(matches!(files.remove_all(), Err(StoreError::ReadOnly(_))));
+        assert_eq!(files.read(out_of_sync).unwrap(), Some(vec![1; 4096]));
+    }
 }

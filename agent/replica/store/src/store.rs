@@ -25,6 +25,7 @@ use crate::medium::Medium;
 use crate::ongoing_copy::OngoingCopy;
 use crate::opening::Opening;
 use crate::options::{CreateOptions, OpenOptions};
+use crate::regions::RegionFiles;
 use crate::state::{self, SavedState, StateWriter};
 use crate::steps::Executor;
 use crate::sums_files::sweep_sums;
@@ -269,6 +270,12 @@ impl Store {
     pub fn state_writer(&self) -> Result<StateWriter> {
         self.medium.check_writable()?;
         Ok(StateWriter::new(self.medium.shared_directory(), self.guard.epoch()))
+    }
+
+    /// Returns the files of the sets of regions.
+    #[must_use]
+    pub fn region_files(&self) -> RegionFiles<'_> {
+        RegionFiles::new(&self.medium)
     }
 
     /// Marks the replica as lacking data, or as whole again.

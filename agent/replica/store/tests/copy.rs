@@ -329,16 +329,16 @@ fn files_of_regions_are_whole_and_allocated() {
     let path = base.path().join("replica");
     let store = target(&path);
     let out_of_sync = SetKey::OutOfSync(ReplicaId::from_random(5));
-    assert_eq!(store.read_regions(SetKey::Intent).unwrap(), None);
-    store.make_regions(SetKey::Intent, &[7; 8192]).unwrap();
-    let first = store.make_regions(out_of_sync, &[8; 4096]).unwrap().inode();
-    assert_ne!(store.make_regions(out_of_sync, &[9; 4096]).unwrap().inode(), first);
-    assert_eq!(store.out_of_sync_files().unwrap(), [ReplicaId::from_random(5)]);
-    assert_eq!(store.read_regions(out_of_sync).unwrap(), Some(vec![9; 4096]));
+    assert_eq!(store.region_files().read(SetKey::Intent).unwrap(), None);
+    store.region_files().make(SetKey::Intent, &[7; 8192]).unwrap();
+    let first = store.region_files().make(out_of_sync, &[8; 4096]).unwrap().inode();
+    assert_ne!(store.region_files().make(out_of_sync, &[9; 4096]).unwrap().inode(), first);
+    assert_eq!(store.region_files().out_of_sync().unwrap(), [ReplicaId::from_random(5)]);
+    assert_eq!(store.region_files().read(out_of_sync).unwrap(), Some(vec![9; 4096]));
     let file = std::fs::metadata(path.join("shorthorn.intent")).unwrap();
     assert_eq!((file.len(), file.blocks()), (8192, 16));
-    store.remove_regions(out_of_sync).unwrap();
-    assert!(store.out_of_sync_files().unwrap().is_empty());
+    store.region_files().remove(out_of_sync).unwrap();
+    assert!(store.region_files().out_of_sync().unwrap().is_empty());
 }
 
 #[test]

@@ -171,12 +171,12 @@ fn a_restart_of_the_host_under_an_open_replica_shows() {
         }
         WriteIntentLog::new(regions, epoch, &set).file(SetKey::Intent).unwrap()
     };
-    store.make_regions(SetKey::Intent, &set(&[])).unwrap();
+    store.region_files().make(SetKey::Intent, &set(&[])).unwrap();
     assert!(!inspect(&path).unwrap().own_state.lost_cache);
-    store.make_regions(SetKey::Intent, &set(&[1])).unwrap();
+    store.region_files().make(SetKey::Intent, &set(&[1])).unwrap();
     assert!(inspect(&path).unwrap().own_state.lost_cache, "beside the process that has it open too");
-    store.make_regions(SetKey::OutOfSync(ReplicaId::from_random(1)), &set(&[1])).unwrap();
-    store.remove_all_regions().unwrap();
-    assert_eq!(store.out_of_sync_files().unwrap(), []);
-    assert_eq!(store.read_regions(SetKey::Intent).unwrap(), None);
+    store.region_files().make(SetKey::OutOfSync(ReplicaId::from_random(1)), &set(&[1])).unwrap();
+    store.region_files().remove_all().unwrap();
+    assert_eq!(store.region_files().out_of_sync().unwrap(), []);
+    assert_eq!(store.region_files().read(SetKey::Intent).unwrap(), None);
 }
