@@ -13,7 +13,6 @@ use shorthorn_chain::{with_check, without_check};
 use crate::directory::Directory;
 use crate::directory_lock::DirectoryLock;
 use crate::error::StoreError;
-use crate::store::Store;
 
 pub(crate) const FINGERPRINT_FILE: &str = "shorthorn.fingerprint";
 
@@ -38,19 +37,10 @@ pub fn rebind(directory: &Path, _lock: &DirectoryLock, fingerprint: &str) -> Res
     write(&Directory::open(directory)?, fingerprint)
 }
 
-impl Store {
-    /// Compares the fingerprint of the directory with that of the secret of a volume. A directory that has
-    /// none gets it.
-    ///
-    /// # Errors
-    /// [`StoreError::OtherSecret`] if the directory belongs to another volume.
-    pub fn bind(&mut self, fingerprint: &str) -> Result<(), StoreError> {
-        self.medium.check_writable()?;
-        if check(self.medium.directory(), fingerprint)? {
-            return Ok(());
-        }
-        write(self.medium.directory(), fingerprint)
-    }
+/// Compares the fingerprint of the directory with that of the secret of a volume. A directory that has none
+/// gets it.
+pub(crate) fn bind(directory: &Directory, fingerprint: &str) -> Result<(), StoreError> {
+    if check(directory, fingerprint)? { Ok(()) } else { write(directory, fingerprint) }
 }
 
 /// Returns true if the directory has this fingerprint, and false if it has none.
@@ -79,7 +69,7 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::{CreateOptions, lock_directory};
+    use crate::{CreateOptions, Store, lock_directory};
 
     fn made(dir: &tempfile::TempDir) -> Store {
         let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };

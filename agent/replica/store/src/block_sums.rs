@@ -29,7 +29,8 @@ use nix::fcntl::OFlag;
 use shorthorn_types::limits::BLOCK_BYTES;
 
 use crate::error::StoreError;
-use crate::store::Store;
+use crate::guard::Guard;
+use crate::medium::Medium;
 use crate::sums_files::BLOCK_SUMS_FILE;
 
 type Result<T> = std::result::Result<T, StoreError>;
@@ -161,6 +162,27 @@ pub struct BlockSumsFile {
 }
 
 impl BlockSumsFile {
+    /// Opens the file. Starts a new series unless the existing one counts. From now on, the guard relies on
+    /// the set of regions without sums.
+    pub(crate) fn open(medium: &Medium, guard: &mut Guard) -> Result<BlockSumsFile> {
+        let directory = medium.directory();
+        let series = match guard.series() {
+            Some(series) => series,
+            None => {
+                directory.unlink(BLOCK_SUMS_FILE)?;
+                guard.begin_series(directory)?
+            }
+        };
+        let is_new = directory.stat(BLOCK_SUMS_FILE)?.is_none();
+        let flags = OFlag::O_RDWR | OFlag::O_CREAT | medium.direct_flag();
+        let file = directory.with_reserve(|| directory.open_file(BLOCK_SUMS_FILE, flags))?;
+        if is_new {
+            directory.sync()?;
+        }
+        guard.set_keeps_sums(true);
+        Ok(BlockSumsFile { file, series })
+    }
+
     /// Returns the series of pages that counts.
     #[must_use]
     pub fn series(&self) -> u64 {
@@ -171,50 +193,6 @@ impl BlockSumsFile {
     #[must_use]
     pub fn raw_fd(&self) -> RawFd {
         self.file.as_raw_fd()
-    }
-}
-
-impl Store {
-    /// Opens the file of the sums of blocks. Starts a new series unless the existing one counts. From now on
-    /// callers that change the volume keep the set of regions without sums: otherwise all sums are void after
-    /// a change.
-    ///
-    /// # Errors
-    /// An I/O error. Then no sum counts, as long as [`Store::forget_block_sums`] succeeds.
-    pub fn open_block_sums(&mut self) -> Result<BlockSumsFile> {
-        self.medium.check_writable()?;
-        let series = match self.guard.series() {
-            Some(series) => series,
-            None => {
-                self.medium.directory().unlink(BLOCK_SUMS_FILE)?;
-                self.guard.begin_series(self.medium.directory())?
-            }
-        };
-        let directory = self.medium.directory();
-        let is_new = directory.stat(BLOCK_SUMS_FILE)?.is_none();
-        let flags = OFlag::O_RDWR | OFlag::O_CREAT | self.medium.direct_flag();
-        let file = directory.with_reserve(|| directory.open_file(BLOCK_SUMS_FILE, flags))?;
-        if is_new {
-            directory.sync()?;
-        }
-        self.guard.set_keeps_sums(true);
-        Ok(BlockSumsFile { file, series })
-    }
-
-    /// Invalidates all sums of blocks, durably.
-    ///
-    /// # Errors
-    /// An I/O error: they may count after the next opening.
-    pub fn forget_block_sums(&mut self) -> Result<()> {
-        self.medium.check_writable()?;
-        self.guard.drop_series(self.medium.directory())?;
-        self.guard.set_keeps_sums(false);
-        Ok(())
-    }
-
-    /// Invalidates all sums before the volume changes, unless the set of unsummed regions is kept.
-    pub(crate) fn check_sums_follow(&mut self) -> Result<()> {
-        if self.guard.has_unkept_sums() { self.forget_block_sums() } else { Ok(()) }
     }
 }
 
@@ -259,5 +237,18 @@ mod tests {
             assert!(!page.decode(number, series, &good), "another page, another series");
         }
         assert!(!page.decode(3, 9, &good[..4095]) && !page.decode(3, 9, &[]));
+    }
+
+    #[test]
+    fn a_series_continues_until_its_sums_are_forgotten() {
+        let temp = tempfile::tempdir().unwrap();
+        let medium = Medium::at(temp.path(), false);
+        let mut guard = Guard::new();
+        let first = BlockSumsFile::open(&medium, &mut guard).unwrap().series();
+        assert!(!guard.has_unkept_sums());
+        assert_eq!(BlockSumsFile::open(&medium, &mut guard).unwrap().series(), first);
+        guard.forget_sums(medium.directory()).unwrap();
+        assert!(medium.directory().stat(BLOCK_SUMS_FILE).unwrap().is_none());
+        assert!(BlockSumsFile::open(&medium, &mut guard).unwrap().series() > first);
     }
 }

@@ -179,6 +179,14 @@ impl Guard {
         directory.unlink(BLOCK_SUMS_FILE)
     }
 
+    /// Invalidates all sums of blocks, durably. Changes of the volume do not keep the set of regions without
+    /// sums from now on.
+    pub fn forget_sums(&mut self, directory: &Directory) -> Result<(), StoreError> {
+        self.drop_series(directory)?;
+        self.set_keeps_sums(false);
+        Ok(())
+    }
+
     /// Records whether changes of the volume keep the set of regions without sums from now on.
     pub fn set_keeps_sums(&mut self, keeps_sums: bool) {
         self.keeps_sums = keeps_sums;
@@ -280,8 +288,7 @@ mod tests {
         guard.set_keeps_sums(true);
         assert!(!guard.has_unkept_sums());
         assert!(Guard::load(&directory).unwrap().unwrap().has_unkept_sums(), "the next process may not");
-        guard.set_keeps_sums(false);
-        guard.drop_series(&directory).unwrap();
+        guard.forget_sums(&directory).unwrap();
         assert_eq!((guard.series(), guard.has_unkept_sums()), (None, false));
         let stored = Guard::load(&directory).unwrap().unwrap();
         assert_eq!((stored.series(), stored.last_series), (None, u64::MAX));

@@ -10,6 +10,8 @@ use shorthorn_chain::{
     create_steps,
 };
 
+use crate::binding;
+use crate::block_sums::BlockSumsFile;
 use crate::boot::{Boot, LossRecord};
 use crate::copy_record::{CopyRecord, Resumed};
 use crate::directory::{Directory, RESERVE_FILE};
@@ -26,6 +28,7 @@ use crate::ongoing_copy::OngoingCopy;
 use crate::opening::Opening;
 use crate::options::{CreateOptions, OpenOptions};
 use crate::regions::RegionFiles;
+use crate::revision;
 use crate::state::{self, SavedState, StateWriter};
 use crate::steps::Executor;
 use crate::sums_files::sweep_sums;
@@ -270,6 +273,51 @@ impl Store {
     pub fn state_writer(&self) -> Result<StateWriter> {
         self.medium.check_writable()?;
         Ok(StateWriter::new(self.medium.shared_directory(), self.guard.epoch()))
+    }
+
+    /// Compares the fingerprint of the directory with that of the secret of a volume. A directory that has
+    /// none gets it.
+    ///
+    /// # Errors
+    /// [`StoreError::OtherSecret`] if the directory belongs to another volume.
+    pub fn bind(&mut self, fingerprint: &str) -> Result<()> {
+        self.medium.check_writable()?;
+        binding::bind(self.medium.directory(), fingerprint)
+    }
+
+    /// Stores the number that Longhorn compares with those of other replicas. Durable on return. The caller
+    /// chooses the number.
+    ///
+    /// # Errors
+    /// An I/O error; the number from before is then still there.
+    pub fn set_revision_counter(&mut self, counter: u64) -> Result<()> {
+        self.medium.check_writable()?;
+        revision::save_counter(self.medium.directory(), counter)
+    }
+
+    /// Opens the file of the sums of blocks. Starts a new series unless the existing one counts. From now on
+    /// callers that change the volume keep the set of regions without sums: otherwise all sums are void after
+    /// a change.
+    ///
+    /// # Errors
+    /// An I/O error. Then no sum counts, as long as [`Store::forget_block_sums`] succeeds.
+    pub fn open_block_sums(&mut self) -> Result<BlockSumsFile> {
+        self.medium.check_writable()?;
+        BlockSumsFile::open(&self.medium, &mut self.guard)
+    }
+
+    /// Invalidates all sums of blocks, durably.
+    ///
+    /// # Errors
+    /// An I/O error: they may count after the next opening.
+    pub fn forget_block_sums(&mut self) -> Result<()> {
+        self.medium.check_writable()?;
+        self.guard.forget_sums(self.medium.directory())
+    }
+
+    /// Invalidates all sums before the volume changes, unless the set of unsummed regions is kept.
+    pub(crate) fn check_sums_follow(&mut self) -> Result<()> {
+        if self.guard.has_unkept_sums() { self.forget_block_sums() } else { Ok(()) }
     }
 
     /// Returns the files of the sets of regions.
