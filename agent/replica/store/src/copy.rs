@@ -158,11 +158,6 @@ impl Store {
         self.copy.end(self.medium.directory())
     }
 
-    /// Makes each layer of a copy that is under way count as incomplete.
-    pub(crate) fn forget_done_layers(&mut self) -> Result<()> {
-        self.copy.forget_done(self.medium.directory())
-    }
-
     /// Completes the copy: the replica no longer counts as rebuilding. Repeating that changes nothing.
     ///
     /// # Errors

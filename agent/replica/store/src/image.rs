@@ -17,6 +17,7 @@ use shorthorn_chain::{
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
 
+use crate::block_sums::sum_of_data;
 use crate::buffer::{AlignedBuffer, CHUNK_BYTES};
 use crate::error::StoreError;
 use crate::facts::recover_directory;
@@ -252,6 +253,14 @@ impl Image {
             }
         }
         Ok(())
+    }
+
+    /// Returns the sum of the data that a reader sees in a block, if that can be read.
+    pub fn sum_shown(&mut self, block: u64) -> Option<u32> {
+        let mut buffer = AlignedBuffer::new(usize::try_from(BLOCK_BYTES).unwrap_or(0));
+        let range = ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).ok()?.check(self.size_bytes()).ok()?;
+        let read = self.read_at(range, buffer.as_mut_slice());
+        read.ok().map(|()| sum_of_data(buffer.as_slice()))
     }
 
     /// Reads the part of a segment of whole blocks that lies in `wanted` into its place in `buffer`.

@@ -58,7 +58,6 @@ mod sums;
 mod sums_files;
 mod table;
 mod timestamp;
-mod unverified;
 mod unwritten;
 
 pub use allocated::AllocatedRuns;

@@ -8,8 +8,8 @@
 //!
 //! A merge is recorded before its data is written, so a crash leaves a block with one of its sums, or a torn
 //! one. A crash may also tear a block that a request overwrites as a whole. The next opening records the sum
-//! of a torn block ([`Store::record_torn_blocks`]). Limits: another
-//! program opens the directory right after that crash, or a loss of power restores an older merge than the
+//! of a torn block ([`Store::record_torn_blocks`](crate::Store::record_torn_blocks)). Limits: another program
+//! opens the directory right after that crash, or a loss of power restores an older merge than the
 //! last [`MERGED_SUMS_MAX`].
 
 use std::collections::BTreeMap;
@@ -18,10 +18,8 @@ use std::collections::btree_map::Entry;
 use serde::{Deserialize, Serialize};
 use shorthorn_chain::{with_check, without_check};
 
-use crate::block_sums::sum_of_data;
-use crate::buffer::AlignedBuffer;
 use crate::error::StoreError;
-use crate::store::Store;
+use crate::medium::Medium;
 use shorthorn_types::limits::BLOCK_BYTES;
 
 type Result<T> = std::result::Result<T, StoreError>;
@@ -144,92 +142,67 @@ impl Record {
     }
 }
 
-impl Store {
-    /// Returns the blocks that are recorded.
-    ///
-    /// # Errors
-    /// An I/O error: it is not known which blocks are lost.
-    pub fn load_lost_blocks(&mut self) -> Result<FoundLostBlocks> {
+/// The file of the record in one directory, in one epoch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LostBlocksFile<'a> {
+    medium: &'a Medium,
+    epoch: u64,
+}
+
+impl<'a> LostBlocksFile<'a> {
+    pub(crate) fn new(medium: &'a Medium, epoch: u64) -> LostBlocksFile<'a> {
+        LostBlocksFile { medium, epoch }
+    }
+
+    /// Returns the blocks that are recorded. After another program, only blocks with one of their sums stay
+    /// recorded. `sum_shown` returns the sum of the data that a reader sees in a block, if that can be read.
+    pub(crate) fn load(
+        &self,
+        size_bytes: u64,
+        mut sum_shown: impl FnMut(u64) -> Option<u32>,
+    ) -> Result<FoundLostBlocks> {
         let Some(bytes) = self.medium.directory().read(FILE)? else { return Ok(FoundLostBlocks::default()) };
         let Some(record) = Record::parse(&bytes) else { return Ok(FoundLostBlocks::Damaged) };
-        let size_bytes = self.size_bytes();
         let is_inside =
             |block: u64| block.checked_mul(BLOCK_BYTES).is_some_and(|offset_bytes| offset_bytes < size_bytes);
         let epoch = record.epoch;
         let mut lost = record.lost_blocks();
         lost.retain(|number, _| is_inside(*number));
-        if epoch != self.guard.epoch() {
+        if epoch != self.epoch {
             // A block that cannot be read stays lost.
-            lost.retain(|number, block| self.sum_shown(*number).is_none_or(|sum| block.has(sum)));
-            self.save_lost_blocks(&lost)?;
+            lost.retain(|number, block| sum_shown(*number).is_none_or(|sum| block.has(sum)));
+            self.save(&lost)?;
         }
         Ok(FoundLostBlocks::Known(lost))
     }
 
-    /// Records the sums of blocks that a crash has torn in the middle of a merge or write. `lost` was just
-    /// loaded, and nothing is modifying the volume.
-    ///
-    /// # Errors
-    /// An I/O error: the sums are not recorded.
-    pub fn record_torn_blocks(&mut self, lost: &mut LostBlocks) -> Result<()> {
+    /// Records the sums of blocks that a crash has torn. `sum_shown` is that of [`LostBlocksFile::load`].
+    pub(crate) fn record_torn(
+        &self,
+        lost: &mut LostBlocks,
+        mut sum_shown: impl FnMut(u64) -> Option<u32>,
+    ) -> Result<()> {
         let mut has_changed = false;
         for (number, block) in lost.iter_mut() {
-            if let Some(sum) = self.sum_shown(*number).filter(|sum| !block.has(*sum)) {
+            if let Some(sum) = sum_shown(*number).filter(|sum| !block.has(*sum)) {
                 block.add_merged(sum);
                 has_changed = true;
             }
         }
-        if has_changed { self.save_lost_blocks(lost) } else { Ok(()) }
+        if has_changed { self.save(lost) } else { Ok(()) }
     }
 
-    /// Returns the sum of the data that a reader sees in the block, if that can be read.
-    fn sum_shown(&mut self, number: u64) -> Option<u32> {
-        let mut buffer = AlignedBuffer::new(usize::try_from(BLOCK_BYTES).unwrap_or(0));
-        let read = self.read_at(buffer.as_mut_slice(), number * BLOCK_BYTES);
-        read.ok().map(|()| sum_of_data(buffer.as_slice()))
-    }
-
-    /// Makes this a replica that lacks data: it is not known which blocks are lost, so none counts. The next
-    /// copy keeps no layer. That is durable before the damaged record is removed.
-    ///
-    /// # Errors
-    /// [`StoreError`]; the record is still there then.
-    pub fn distrust_data(&mut self) -> Result<()> {
-        if !self.info().rebuilding {
-            self.set_rebuilding(true)?;
-        }
-        self.forget_done_layers()?;
-        self.save_lost_blocks(&LostBlocks::new())
-    }
-
-    /// Removes a record that is damaged or cannot be read, because the operator has chosen this replica. From
-    /// then on the blocks in the record count as sound. [`Store::accept_unfinished_copy`] follows: no
-    /// snapshot is known to be that of other replicas.
-    ///
-    /// # Errors
-    /// The record could not be removed.
-    pub fn drop_damaged_lost_blocks(&mut self) -> Result<()> {
-        match self.load_lost_blocks() {
-            Ok(FoundLostBlocks::Known(_)) => Ok(()),
-            // No snapshot is known to be sound any more.
-            Ok(FoundLostBlocks::Damaged) | Err(_) => self.distrust_data(),
-        }
-    }
-
-    /// Records these, durably, in place of those that are recorded.
-    ///
-    /// # Errors
-    /// An I/O error; those from before are then still recorded.
-    pub fn save_lost_blocks(&mut self, lost: &LostBlocks) -> Result<()> {
+    /// Replaces the record, durably.
+    pub(crate) fn save(&self, lost: &LostBlocks) -> Result<()> {
         self.medium.check_writable()?;
+        let directory = self.medium.directory();
         if lost.is_empty() {
-            return match self.medium.directory().stat(FILE)? {
-                Some(_) => self.medium.directory().unlink(FILE).and_then(|()| self.medium.directory().sync()),
+            return match directory.stat(FILE)? {
+                Some(_) => directory.unlink(FILE).and_then(|()| directory.sync()),
                 None => Ok(()),
             };
         }
-        let record = Record::new(self.guard.epoch(), lost);
-        self.medium.directory().replace(FILE, &record.encode()?)
+        directory.replace(FILE, &Record::new(self.epoch, lost).encode()?)
     }
 }
 
@@ -255,7 +228,9 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::block_sums::sum_of_data;
     use crate::options::{CreateOptions, OpenOptions};
+    use crate::store::Store;
 
     #[test]
     fn a_record_is_read_as_it_was_written_and_no_other_bytes_are() {
@@ -446,5 +421,37 @@ mod tests {
         store.drop_damaged_lost_blocks().unwrap();
         assert!(known(&mut store).is_empty() && !path.join(FILE).exists());
         assert!(store.info().rebuilding, "no snapshot is known to be sound");
+    }
+
+    #[test]
+    fn blocks_are_compared_with_their_sums_only_in_another_epoch() {
+        let temp = tempfile::tempdir().unwrap();
+        let medium = Medium::at(temp.path(), false);
+        let lost = LostBlocks::from([1, 2, 3, 99].map(|number| (number, LostBlock::new(7))));
+        LostBlocksFile::new(&medium, 5).save(&lost).unwrap();
+        let load = |epoch, sum_shown: fn(u64) -> Option<u32>| match LostBlocksFile::new(&medium, epoch)
+            .load(16 * BLOCK_BYTES, sum_shown)
+            .unwrap()
+        {
+            FoundLostBlocks::Known(lost) => lost.into_keys().collect::<Vec<_>>(),
+            FoundLostBlocks::Damaged => panic!("it is damaged"),
+        };
+        assert_eq!(load(5, |_| Some(8)), [1, 2, 3]);
+        // Block 2 has other data, and block 3 cannot be read.
+        assert_eq!(load(6, |number| (number < 3).then_some(if number == 1 { 7 } else { 8 })), [1, 3]);
+        assert_eq!(load(6, |_| Some(8)), [1, 3], "the record is of this epoch now");
+    }
+
+    #[test]
+    fn a_torn_block_has_its_sum_recorded_once() {
+        let temp = tempfile::tempdir().unwrap();
+        let medium = Medium::at(temp.path(), false);
+        let file = LostBlocksFile::new(&medium, 5);
+        let mut lost = LostBlocks::from([(1, LostBlock::new(7))]);
+        file.record_torn(&mut lost, |_| Some(7)).unwrap();
+        assert!(medium.directory().stat(FILE).unwrap().is_none(), "nothing has changed");
+        file.record_torn(&mut lost, |_| Some(8)).unwrap();
+        assert_eq!(file.load(2 * BLOCK_BYTES, |_| None).unwrap(), FoundLostBlocks::Known(lost.clone()));
+        assert!(lost[&1].has(7) && lost[&1].has(8));
     }
 }

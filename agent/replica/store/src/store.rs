@@ -23,6 +23,7 @@ use crate::host::{HostFileSystem, PROBE_FILE};
 use crate::image::Image;
 use crate::info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo, snapshots};
 use crate::lock::{LOCK_FILE, Lock};
+use crate::lost_blocks::{FoundLostBlocks, LostBlocks, LostBlocksFile};
 use crate::medium::Medium;
 use crate::ongoing_copy::OngoingCopy;
 use crate::opening::Opening;
@@ -33,7 +34,7 @@ use crate::state::{self, SavedState, StateWriter};
 use crate::steps::Executor;
 use crate::sums_files::sweep_sums;
 use crate::timestamp::now_rfc3339;
-use crate::unverified::UnverifiedRange;
+use crate::unwritten::{self, UnverifiedRange};
 
 type Result<T> = std::result::Result<T, StoreError>;
 
@@ -140,10 +141,31 @@ impl Store {
     /// Returns the store with its head repaired, if a crash may have damaged it.
     fn mended(mut self) -> Result<Store> {
         if self.opening.was_dirty() && !self.medium.is_read_only() {
+            self.unverified = UnverifiedRange::everywhere(self.size_bytes());
             let mended = self.mend_head();
             self.boot.recording(self.medium.directory(), mended)?;
         }
         Ok(self)
+    }
+
+    /// Makes holes of the blocks of the head that are allocated and were never written, as far as writes may
+    /// have left any.
+    fn mend_head(&mut self) -> Result<()> {
+        let punched_bytes = self.punch_unwritten();
+        if let Some(repair) = unwritten::repair_line(punched_bytes, self.image.head_name())? {
+            self.opening.add_repair(repair);
+        }
+        Ok(())
+    }
+
+    /// Does the same after failed writes. No request may be in flight. Returns how many bytes were such.
+    pub(crate) fn punch_unwritten(&mut self) -> Result<u64> {
+        if !self.unverified.needs_holes(&self.medium) {
+            return Ok(0);
+        }
+        // Data in the page cache counts as written only once it is on the disk.
+        self.flush()?;
+        self.unverified.make_holes(&self.medium, &mut self.image)
     }
 
     /// Makes all data durable, marks the directory as cleanly closed and gives it up.
@@ -318,6 +340,61 @@ impl Store {
     /// Invalidates all sums before the volume changes, unless the set of unsummed regions is kept.
     pub(crate) fn check_sums_follow(&mut self) -> Result<()> {
         if self.guard.has_unkept_sums() { self.forget_block_sums() } else { Ok(()) }
+    }
+
+    /// Returns the blocks that are recorded as lost.
+    ///
+    /// # Errors
+    /// An I/O error: it is not known which blocks are lost.
+    pub fn load_lost_blocks(&mut self) -> Result<FoundLostBlocks> {
+        let file = LostBlocksFile::new(&self.medium, self.guard.epoch());
+        let size_bytes = self.image.size_bytes();
+        file.load(size_bytes, |block| self.image.sum_shown(block))
+    }
+
+    /// Records the sums of blocks that a crash has torn in the middle of a merge or write. `lost` was just
+    /// loaded, and nothing is modifying the volume.
+    ///
+    /// # Errors
+    /// An I/O error: the sums are not recorded.
+    pub fn record_torn_blocks(&mut self, lost: &mut LostBlocks) -> Result<()> {
+        let file = LostBlocksFile::new(&self.medium, self.guard.epoch());
+        file.record_torn(lost, |block| self.image.sum_shown(block))
+    }
+
+    /// Records these, durably, in place of those that are recorded.
+    ///
+    /// # Errors
+    /// An I/O error; those from before are then still recorded.
+    pub fn save_lost_blocks(&mut self, lost: &LostBlocks) -> Result<()> {
+        LostBlocksFile::new(&self.medium, self.guard.epoch()).save(lost)
+    }
+
+    /// Makes this a replica that lacks data: it is not known which blocks are lost, so none counts. The next
+    /// copy keeps no layer. That is durable before the damaged record is removed.
+    ///
+    /// # Errors
+    /// [`StoreError`]; the record is still there then.
+    pub fn distrust_data(&mut self) -> Result<()> {
+        if !self.info().rebuilding {
+            self.set_rebuilding(true)?;
+        }
+        self.copy.forget_done(self.medium.directory())?;
+        self.save_lost_blocks(&LostBlocks::new())
+    }
+
+    /// Removes a record that is damaged or cannot be read, because the operator has chosen this replica. From
+    /// then on the blocks in the record count as sound. [`Store::accept_unfinished_copy`] follows: no
+    /// snapshot is known to be that of other replicas.
+    ///
+    /// # Errors
+    /// The record could not be removed.
+    pub fn drop_damaged_lost_blocks(&mut self) -> Result<()> {
+        match self.load_lost_blocks() {
+            Ok(FoundLostBlocks::Known(_)) => Ok(()),
+            // No snapshot is known to be sound any more.
+            Ok(FoundLostBlocks::Damaged) | Err(_) => self.distrust_data(),
+        }
     }
 
     /// Returns the files of the sets of regions.

@@ -11,66 +11,87 @@ use std::os::fd::AsFd;
 
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
+use shorthorn_chain::ImageName;
 use shorthorn_types::ByteRange;
 
 use crate::directory::is_full;
 use crate::error::StoreError;
 use crate::fiemap::ExtentPage;
 use crate::files::signed;
-use crate::store::Store;
-use crate::unverified::UnverifiedRange;
+use crate::image::Image;
+use crate::medium::Medium;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
-impl Store {
-    /// Makes holes of the blocks of the head that are allocated and were never written, as far as writes may
-    /// have left any. The directory was not closed cleanly: that may be so anywhere.
-    ///
-    /// A full disk has no room for the records of new holes. It must not keep the replica from opening: then
-    /// the close tries again, and until it succeeds the directory stays dirty.
-    pub(crate) fn mend_head(&mut self) -> Result<()> {
-        self.unverified = UnverifiedRange::everywhere(self.size_bytes());
-        match self.punch_unwritten() {
-            Ok(0) => {}
-            Ok(bytes) => {
-                let head = self.image.head_name();
-                self.opening.add_repair(format!(
-                    "made holes of {bytes} bytes of {head} that were allocated and never written: Longhorn \
-                     would take them for zeroes"
-                ));
-            }
-            // A failed flush has lost data, for a lack of space too.
-            Err(error @ StoreError::Io { .. }) if is_full(error.errno()) => {
-                let head = self.image.head_name();
-                self.opening.add_repair(format!(
-                    "{head} may have allocated blocks that were never written, and the disk has no space to \
-                     make holes of them: {error}. The directory stays dirty until then"
-                ));
-            }
-            Err(error) => return Err(error),
-        }
-        Ok(())
+/// The range of the head in which blocks may be allocated but not written.
+///
+/// Covers all places with one range: that needs no memory, and failures are rare.
+#[derive(Debug, Default)]
+pub(crate) struct UnverifiedRange {
+    range: Option<ByteRange>,
+}
+
+impl UnverifiedRange {
+    /// Suspects the whole head of a volume.
+    pub fn everywhere(size_bytes: u64) -> UnverifiedRange {
+        UnverifiedRange { range: ByteRange::new(0, size_bytes).ok() }
     }
 
-    /// Does the same after failed writes. No request may be in flight. How many bytes were such.
-    pub(crate) fn punch_unwritten(&mut self) -> Result<u64> {
-        let Some(range) = self.unverified.range() else { return Ok(0) };
-        // File systems that have unwritten extents can also make holes.
-        if !self.medium.can_punch() {
-            self.unverified.clear();
-            return Ok(0);
+    /// Returns true if blocks may have to become holes. On a file system without holes, no block does: file
+    /// systems that have unwritten extents can also make holes.
+    pub fn needs_holes(&mut self, medium: &Medium) -> bool {
+        if !medium.can_punch() {
+            self.clear();
         }
-        // Data in the page cache counts as written only once it is on the disk.
-        self.flush()?;
-        let head = self.head();
-        let path = self.medium.directory().path_of(self.image.head_name().as_str());
-        let punched = self.medium.directory().with_reserve(|| {
-            punch(self.image.file(head), range)
+        self.range.is_some()
+    }
+
+    /// Makes holes of the blocks of the range that are allocated and were never written, and returns their
+    /// bytes. All other data of the head is on the disk: in the page cache it does not count as written.
+    pub fn make_holes(&mut self, medium: &Medium, image: &mut Image) -> Result<u64> {
+        let Some(range) = self.range else { return Ok(0) };
+        let path = medium.directory().path_of(image.head_name().as_str());
+        let punched_bytes = medium.directory().with_reserve(|| {
+            punch(image.file(image.head()), range)
                 .map_err(|errno| StoreError::io("make holes of unwritten space in", &path, errno))
         })?;
-        self.image.forget(range);
-        self.unverified.clear();
-        Ok(punched)
+        image.forget(range);
+        self.clear();
+        Ok(punched_bytes)
+    }
+
+    /// Grows the range to include another one.
+    pub fn add(&mut self, range: ByteRange) {
+        let hull = self.range.map_or(Ok(range), |before| {
+            let start = before.offset().min(range.offset());
+            ByteRange::new(start, before.end().max(range.end()) - start)
+        });
+        self.range = hull.ok().filter(|range| !range.is_empty()).or(self.range);
+    }
+
+    /// Trusts all of the head: its unwritten blocks are holes now.
+    fn clear(&mut self) {
+        self.range = None;
+    }
+}
+
+/// Returns the line about the repair of a directory that was not closed cleanly, if it needed one.
+///
+/// A full disk has no room for the records of new holes. It must not keep the replica from opening: then the
+/// close tries again, and until it succeeds the directory stays dirty.
+pub(crate) fn repair_line(punched_bytes: Result<u64>, head: &ImageName) -> Result<Option<String>> {
+    match punched_bytes {
+        Ok(0) => Ok(None),
+        Ok(bytes) => Ok(Some(format!(
+            "made holes of {bytes} bytes of {head} that were allocated and never written: Longhorn would \
+             take them for zeroes"
+        ))),
+        // A failed flush has lost data, for a lack of space too.
+        Err(error @ StoreError::Io { .. }) if is_full(error.errno()) => Ok(Some(format!(
+            "{head} may have allocated blocks that were never written, and the disk has no space to make \
+             holes of them: {error}. The directory stays dirty until then"
+        ))),
+        Err(error) => Err(error),
     }
 }
 
@@ -114,7 +135,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{CreateOptions, OpenOptions};
+    use crate::{CreateOptions, OpenOptions, Store};
 
     const SIZE: usize = 2 << 20;
     const SIZE_BYTES: u64 = 2 << 20;
@@ -223,6 +244,35 @@ mod tests {
         assert_eq!(store.punch_unwritten().unwrap(), 4096);
         assert_eq!(unwritten_bytes(&head), Some((1 << 20) - 4096));
         assert_eq!(store.punch_unwritten().unwrap(), 0, "once");
+    }
+
+    #[test]
+    fn the_range_covers_all_that_was_added_until_it_is_cleared() {
+        let range = |start: u64, end: u64| ByteRange::new(start, end - start).unwrap();
+        let mut unverified = UnverifiedRange::default();
+        unverified.add(range(8192, 8192));
+        assert_eq!(unverified.range, None, "nothing was written");
+        unverified.add(range(8192, 12288));
+        assert_eq!(unverified.range, Some(range(8192, 12288)));
+        unverified.add(range(0, 4096));
+        unverified.add(range(4096, 16384));
+        unverified.add(range(8192, 12288));
+        assert_eq!(unverified.range, Some(range(0, 16384)));
+        unverified.clear();
+        assert_eq!(unverified.range, None);
+        assert_eq!(UnverifiedRange::everywhere(1 << 20).range, Some(range(0, 1 << 20)));
+    }
+
+    #[test]
+    fn only_a_full_disk_leaves_unwritten_blocks_to_the_close() {
+        let head = ImageName::head(1);
+        let failed = |errno: i32| StoreError::io("make holes of", "head", Errno::from_raw(errno));
+        assert_eq!(repair_line(Ok(0), &head).unwrap(), None);
+        assert!(repair_line(Ok(4096), &head).unwrap().unwrap().contains("4096 bytes of volume-head-001.img"));
+        let full = repair_line(Err(failed(nix::libc::ENOSPC)), &head).unwrap().unwrap();
+        assert!(full.contains("stays dirty"), "{full}");
+        repair_line(Err(failed(nix::libc::EIO)), &head).unwrap_err();
+        repair_line(Err(failed(nix::libc::ENOSPC).not_durable()), &head).unwrap_err();
     }
 
     proptest! {
