@@ -50,7 +50,7 @@ fn layers_of(snapshots: &[&str]) -> LayerList {
     for name in snapshots {
         store.snapshot(name, true, BTreeMap::new(), "2026-01-01T00:00:00Z").unwrap();
     }
-    let layers = store.copy_layers().unwrap().into_iter().map(|layer| WireLayer {
+    let layers = store.chain().copy_layers().unwrap().into_iter().map(|layer| WireLayer {
         image: layer.image.to_string(),
         meta: String::from_utf8(layer.meta).unwrap(),
         size_bytes: layer.size_bytes,

@@ -114,7 +114,7 @@ impl Executor {
     }
 
     fn layer_that_is_read(&self, header: &Header) -> Option<FileIndex> {
-        layer_of(header).ok().and_then(|layer| self.store.layer_file(layer))
+        layer_of(header).ok().and_then(|layer| self.store.chain().layer_file(layer))
     }
 
     /// Returns true if a sum that counts has decided that the block is not rotten.

@@ -27,7 +27,7 @@ impl Executor {
 
     /// Returns the regions in which any layer has data, or may have lost it. A copy finds a vanished block
     /// only by its sum: in a summed region, or known beside rot. See
-    /// [`Store::allocated`](shorthorn_store::Store::allocated), which bounds the time.
+    /// [`Chain::allocated`](shorthorn_store::Chain::allocated), which bounds the time.
     pub fn allocated(&self, regions: Regions, from: u32) -> Result<AllocatedRuns, StoreError> {
         let intent_log = self.state.intent_log();
         let mut others = intent_log.summed().converted(intent_log.regions(), regions);
@@ -36,22 +36,22 @@ impl Executor {
                 others.insert_run(regions.touched(block));
             }
         }
-        self.store.allocated(regions, from, &others)
+        self.store.chain().allocated(regions, from, &others)
     }
 
-    /// Returns the layers: see [`Store::copy_layers`](shorthorn_store::Store::copy_layers).
+    /// Returns the layers: see [`Chain::copy_layers`](shorthorn_store::Chain::copy_layers).
     pub fn copy_layers(&self) -> Result<Vec<CopyLayer>, StoreError> {
-        self.store.copy_layers()
+        self.store.chain().copy_layers()
     }
 
-    /// Returns the extents of a layer: see [`Store::layer_extents`](shorthorn_store::Store::layer_extents).
+    /// Returns the extents of a layer: see [`Chain::layer_extents`](shorthorn_store::Chain::layer_extents).
     pub fn layer_extents(
         &self,
         layer: usize,
         from_bytes: u64,
         extents_max: usize,
     ) -> Result<(Vec<ByteRange>, Option<u64>), StoreError> {
-        self.store.layer_extents(layer, from_bytes, extents_max)
+        self.store.chain().layer_extents(layer, from_bytes, extents_max)
     }
 
     /// Becomes a copy of a replica with these layers: see

@@ -22,7 +22,7 @@ impl Executor {
         asked: &LayerRange,
         ring: &mut Ring,
     ) -> Result<(), ReplicaError> {
-        let file = self.store.snapshot_layer(&asked.image).ok_or_else(|| no_layer(&asked.image))?;
+        let file = self.store.snapshot_layers().find(&asked.image).ok_or_else(|| no_layer(&asked.image))?;
         let piece_range = piece_of(asked, self.store.size_bytes())?;
         let kept = self.kept_sums(&asked.image)?.map(|sums| sum_at(sums, piece_range.offset()));
         let checked = Checked { file, piece: piece_range, kept: kept.filter(|sum| *sum != 0) };
@@ -36,7 +36,7 @@ impl Executor {
 
     pub(super) fn kept_sums(&mut self, image: &str) -> Result<Option<&LayerSums>, StoreError> {
         if !self.layer_sums.has(image) {
-            let sums = match self.store.load_sums(image)? {
+            let sums = match self.store.snapshot_layers().load_sums(image)? {
                 FoundSums::Kept(sums) if sums.piece_bytes == PIECE_BYTES => Some(sums),
                 FoundSums::Kept(_) | FoundSums::None => None,
                 FoundSums::Damaged(reason) => {
@@ -69,7 +69,7 @@ impl Executor {
         let Checked { file, piece, kept } = checked;
         let sum = match outcome {
             Ok(()) => {
-                let runs = self.store.layer_blocks(file, piece)?;
+                let runs = self.store.chain().layer_blocks(file, piece)?;
                 Some(piece_sum(runs.iter().map(|run| self.summed_run(slot, piece, *run))))
             }
             Err(_) => None,
@@ -90,7 +90,7 @@ impl Executor {
     /// Returns the next piece from `from_bytes` on where the layer has blocks, or had when its sums were
     /// kept.
     fn next_piece(&self, file: FileIndex, from_bytes: u64) -> Result<Option<u64>, StoreError> {
-        let data = self.store.next_layer_data(file, from_bytes)?;
+        let data = self.store.chain().next_layer_data(file, from_bytes)?;
         let has_data = data.map(|at| at.max(from_bytes) / SUM_PIECE_BYTES * SUM_PIECE_BYTES);
         let kept = self.layer_sums.kept();
         let first = from_bytes / SUM_PIECE_BYTES;
@@ -110,7 +110,7 @@ impl Executor {
     /// The sums do not fit the layer, or the error of the store.
     pub fn keep_sums(&mut self, message: &KeepSums) -> Result<(), ReplicaError> {
         let KeepSums { image, is_first, is_last, first_piece, sums } = message;
-        let layer_bytes = self.store.snapshot_layer_bytes(image).ok_or_else(|| no_layer(image))?;
+        let layer_bytes = self.store.snapshot_layers().size_bytes(image).ok_or_else(|| no_layer(image))?;
         if *is_first {
             self.layer_sums.begin(image, layer_bytes);
         }
@@ -133,7 +133,7 @@ impl Executor {
         let is_known = self.kept_sums(image)?.is_some_and(|kept| *kept == received);
         self.layer_sums.forget();
         if !is_known {
-            self.store.save_sums(image, &received)?;
+            self.store.snapshot_layers().save_sums(image, &received)?;
             tracing::info!(image, pieces = received.sums.len(), "the sums of a snapshot are kept");
         }
         Ok(())

@@ -18,7 +18,7 @@ impl Executor {
         range: ByteRange,
         ring: &mut Ring,
     ) -> OperationResult {
-        let file = self.store.layer_file(layer_of(&self.work(slot).header)?).ok_or(Errno::INVALID)?;
+        let file = self.store.chain().layer_file(layer_of(&self.work(slot).header)?).ok_or(Errno::INVALID)?;
         self.begin_check(slot);
         let piece = Piece::blocks_of(range.grown_to_blocks().length(), file);
         self.read(slot, kind::READ, piece, ring);
@@ -34,7 +34,7 @@ impl Executor {
     ) -> OperationResult {
         let layer = layer_of(&self.work(slot).header)?;
         let file = self.store.copy_target(layer).ok_or(Errno::INVALID)?;
-        let fits = self.store.layer_bytes(layer).is_some_and(|size_bytes| range.end() <= size_bytes);
+        let fits = self.store.chain().layer_bytes(layer).is_some_and(|size_bytes| range.end() <= size_bytes);
         let whole_blocks =
             range.offset().is_multiple_of(BLOCK_BYTES) && range.length().is_multiple_of(BLOCK_BYTES);
         if !fits || !whole_blocks {

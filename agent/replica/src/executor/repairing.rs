@@ -98,8 +98,8 @@ impl Executor {
         if self.write_all_pages().is_err() {
             return Ok(false);
         }
-        let file = self.store.snapshot_layer(image).ok_or_else(|| no_layer(image))?;
-        let present = self.store.layer_blocks(file, range)?;
+        let file = self.store.snapshot_layers().find(image).ok_or_else(|| no_layer(image))?;
+        let present = self.store.chain().layer_blocks(file, range)?;
         let is_in = |runs: &[ByteRange], block| runs.iter().any(|run| run.overlaps(block));
         for block in block_ranges(range) {
             let sum = match is_in(runs, block) {
@@ -185,8 +185,8 @@ impl Executor {
         runs: &[ByteRange],
         mut data: &[u8],
     ) -> Result<Vec<Returning>, ReplicaError> {
-        let file = self.store.snapshot_layer(image).ok_or_else(|| no_layer(image))?;
-        let present = self.store.layer_blocks(file, range)?;
+        let file = self.store.snapshot_layers().find(image).ok_or_else(|| no_layer(image))?;
+        let present = self.store.chain().layer_blocks(file, range)?;
         let mut returning = Vec::new();
         for block in runs.iter().flat_map(|run| block_ranges(*run)) {
             let Some((content, rest)) = data.split_at_checked(length_of(block)) else { break };

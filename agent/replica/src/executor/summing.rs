@@ -119,7 +119,7 @@ impl Executor {
     /// Searches the regions that hold data, which are unknown at the start.
     fn search(&mut self, from: u32) {
         let regions = self.state.intent_log().regions();
-        match self.store.allocated(regions, from, &RegionSet::empty(regions.count())) {
+        match self.store.chain().allocated(regions, from, &RegionSet::empty(regions.count())) {
             Ok((runs, next)) => {
                 for (first, count) in runs {
                     self.state.intent_log_mut().want_sums(first..first + count);

@@ -2,8 +2,8 @@
 
 use shorthorn_types::{ByteRange, RUNS_PER_MARK_MAX, RegionSet, Regions};
 
+use crate::chain::Chain;
 use crate::error::StoreError;
-use crate::store::Store;
 
 /// The maximum number of questions of one call to the file system about a layer's data. Each takes a
 /// microsecond or two.
@@ -12,7 +12,7 @@ const QUESTIONS_MAX: usize = 4096;
 /// A page of runs of regions, first and count, and the region to continue from.
 pub type AllocatedRuns = (Vec<(u32, u32)>, Option<u32>);
 
-impl Store {
+impl Chain<'_> {
     /// The runs of regions from `from` on where any layer has data, or that are in `also`. Bounded in length
     /// and time: it may stop early, and then returns where to continue. Holes of any size cost nothing.
     ///
@@ -27,7 +27,8 @@ impl Store {
         let region_bytes = regions.region_bytes();
         let mut runs: Vec<(u32, u32)> = Vec::new();
         // The next data in each layer; each is queried again only after that has been passed.
-        let mut layers: Vec<_> = self.image.indices().map(|file| (file, Some(ByteRange::EMPTY))).collect();
+        let mut layers: Vec<_> =
+            self.files().into_iter().map(|file| (file, Some(ByteRange::EMPTY))).collect();
         let mut questions = 0;
         let mut at = from;
         while at < regions.count() {
@@ -38,7 +39,7 @@ impl Store {
             let mut first: Option<ByteRange> = None;
             for (file, next) in &mut layers {
                 if next.is_some_and(|data| data.end() <= at_bytes) {
-                    *next = self.image.next_data_of(&self.medium, *file, at_bytes)?;
+                    *next = self.next_data(*file, at_bytes)?;
                     questions += 2;
                 }
                 first = [first, *next].into_iter().flatten().min_by_key(|data| data.offset().max(at_bytes));

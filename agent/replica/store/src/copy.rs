@@ -1,12 +1,9 @@
-//! Copying a replica: the source's description of its layers, and the way in which a directory becomes a
-//! copy. `OngoingCopy` is the copy that is under way.
+//! The way in which a directory becomes a copy of another replica. `OngoingCopy` is the copy under way.
 
 use std::collections::BTreeSet;
 
 use nix::unistd::fdatasync;
 use shorthorn_chain::{CopyLayer, CopyList, FileIndex, ImageName};
-use shorthorn_types::ByteRange;
-use shorthorn_types::limits::BLOCK_BYTES;
 
 use crate::copy_record::CopyRecord;
 use crate::error::StoreError;
@@ -15,65 +12,6 @@ use crate::store::Store;
 type Result<T> = std::result::Result<T, StoreError>;
 
 impl Store {
-    /// Returns the layers as a copy of this replica has to have them, the oldest first, the head last. Their
-    /// places in this list are the numbers that the calls below take.
-    ///
-    /// # Errors
-    /// An I/O error.
-    pub fn copy_layers(&self) -> Result<Vec<CopyLayer>> {
-        let layer = |image: &ImageName| {
-            let size_bytes = self.image.layout().disks().get(image).map_or(0, |disk| disk.size_bytes);
-            let meta = self.medium.directory().read(&image.meta_name())?.unwrap_or_default();
-            Ok(CopyLayer { image: image.clone(), meta, size_bytes })
-        };
-        self.image.layout().chain().iter().rev().map(layer).collect()
-    }
-
-    /// Returns the index of the open file of a layer; none if it is not in the chain.
-    #[must_use]
-    pub fn layer_file(&self, layer: usize) -> Option<FileIndex> {
-        let chain = self.image.layout().chain();
-        self.image.find(chain.get(chain.len().checked_sub(layer + 1)?)?)
-    }
-
-    /// Returns the size of a layer.
-    #[must_use]
-    pub fn layer_bytes(&self, layer: usize) -> Option<u64> {
-        let chain = self.image.layout().chain();
-        let image = chain.get(chain.len().checked_sub(layer + 1)?)?;
-        Some(self.image.layout().disks().get(image)?.size_bytes)
-    }
-
-    /// Returns up to `extents_max` runs of whole blocks from `from_bytes` on where a layer has data, and
-    /// where to look for more.
-    ///
-    /// # Errors
-    /// The layer does not exist, or an I/O error.
-    pub fn layer_extents(
-        &self,
-        layer: usize,
-        from_bytes: u64,
-        extents_max: usize,
-    ) -> Result<(Vec<ByteRange>, Option<u64>)> {
-        let file = self.layer_file(layer).ok_or(StoreError::NoLayer(layer))?;
-        let mut extents: Vec<ByteRange> = Vec::new();
-        let mut at = from_bytes;
-        while let Some(data) = self.image.next_data_of(&self.medium, file, at)? {
-            if extents.len() == extents_max {
-                return Ok((extents, Some(data.offset().max(at))));
-            }
-            let blocks = data.grown_to_blocks();
-            let start = blocks.offset().max(from_bytes / BLOCK_BYTES * BLOCK_BYTES);
-            let end = blocks.end().min(self.size_bytes());
-            if end <= start {
-                break;
-            }
-            extents.push(ByteRange::new(start, end - start)?);
-            at = end;
-        }
-        Ok((extents, None))
-    }
-
     /// Becomes a copy of a replica that has these layers. The present content is dropped, the layers are made
     /// without data, and the replica counts as rebuilding. Returns which layers are complete already, from an
     /// interrupted copy of the same snapshots; the head is always empty.
@@ -100,7 +38,7 @@ impl Store {
     /// Returns the file of a snapshot layer that is being copied to and is not whole yet.
     #[must_use]
     pub fn copy_target(&self, layer: usize) -> Option<FileIndex> {
-        if self.copy.is_open(layer) { self.layer_file(layer) } else { None }
+        if self.copy.is_open(layer) { self.chain().layer_file(layer) } else { None }
     }
 
     /// Returns true if the replica is being made a copy of another one.
@@ -170,7 +108,8 @@ impl Store {
         // Without a record, another program has begun to rebuild it: the missing data is unknown.
         let unfinished = self.copy.first_unfinished();
         if !self.is_copying() || unfinished.is_some() {
-            let layer = unfinished.and_then(|layer| self.layer_file(layer)).unwrap_or_else(|| self.head());
+            let layer =
+                unfinished.and_then(|layer| self.chain().layer_file(layer)).unwrap_or_else(|| self.head());
             return Err(StoreError::CopyUnfinished(self.image.name(layer).to_owned()));
         }
         self.set_rebuilding(false)?;

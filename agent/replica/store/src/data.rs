@@ -1,6 +1,6 @@
 //! Reading and writing: the plans, and the same done at once.
 
-use shorthorn_chain::{ReadSegment, WritePlan, ZeroStep};
+use shorthorn_chain::{FileIndex, ReadSegment, WritePlan, ZeroStep};
 use shorthorn_types::{ByteRange, RangeError};
 
 use crate::error::StoreError;
@@ -142,6 +142,39 @@ impl Store {
             result?;
         }
         Ok(())
+    }
+
+    /// Checks that `runs` of a snapshot's layer can be repaired in `range`, and returns its file. The volume
+    /// may have grown since the snapshot, so that the layer ends inside the range, or before it.
+    ///
+    /// # Errors
+    /// The layer does not exist, or does not have the runs, or the store cannot change it now.
+    pub fn check_repair(&mut self, image: &str, range: ByteRange, runs: &[ByteRange]) -> Result<FileIndex> {
+        self.medium.check_writable()?;
+        let index = self.snapshot_layers().check_repair(image, range, runs)?;
+        self.check_sums_follow()?;
+        Ok(index)
+    }
+
+    /// Repairs a snapshot's layer in `range`: writes the blocks of `runs`, which are inside it, and no
+    /// others. `data` has their contents back to back. Durable on return. Waits for the disk.
+    ///
+    /// A read that was planned before and has not ended may see the former data, the new data, or zeroes if a
+    /// block is removed. A lower layer may have the data of that block: so the caller plans such reads again.
+    /// Plans made before are void afterwards.
+    ///
+    /// # Errors
+    /// The layer does not exist, or does not have the runs, or an I/O error: the range may then hold some of
+    /// both.
+    pub fn repair_layer(
+        &mut self,
+        image: &str,
+        range: ByteRange,
+        runs: &[ByteRange],
+        data: &[u8],
+    ) -> Result<()> {
+        let index = self.check_repair(image, range, runs)?;
+        self.image.repair_layer(&self.medium, (image, index), range, runs, data)
     }
 
     /// Makes everything written so far durable. (The layers below the head are durable always.)

@@ -13,6 +13,7 @@ use crate::error::StoreError;
 use crate::options::FaultHook;
 use crate::steps::Executor;
 use crate::store::Store;
+use crate::sums::drop_sums;
 use crate::sums_files::sweep_sums;
 
 type Result<T> = std::result::Result<T, StoreError>;
@@ -94,8 +95,8 @@ impl Store {
             FoldPlan::Delete(_) => Vec::new(),
             FoldPlan::Fold { child, parent, copy, .. } => {
                 // The parent is written to, and takes the name of the child.
-                self.drop_sums(&parent)?;
-                self.drop_sums(&child)?;
+                drop_sums(self.medium.directory(), &parent)?;
+                drop_sums(self.medium.directory(), &child)?;
                 copy
             }
         };

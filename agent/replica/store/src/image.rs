@@ -21,7 +21,7 @@ use crate::block_sums::sum_of_data;
 use crate::buffer::{AlignedBuffer, CHUNK_BYTES};
 use crate::error::StoreError;
 use crate::facts::recover_directory;
-use crate::files::{Files, Writable, next_data, signed};
+use crate::files::{Files, Writable, data_extents, next_data, signed};
 use crate::info::LayerInfo;
 use crate::medium::Medium;
 
@@ -145,6 +145,30 @@ impl Image {
         next_data(self.files.get(file), from_bytes).map_err(|errno| {
             StoreError::io("find the data of", medium.directory().path_of(self.name(file)), errno)
         })
+    }
+}
+
+/// The data of a layer.
+impl Image {
+    /// Returns the runs of whole blocks inside `range` that a layer has, in order, each as long as can be.
+    pub fn layer_blocks(&self, medium: &Medium, file: FileIndex, range: ByteRange) -> Result<Vec<ByteRange>> {
+        let mut runs: Vec<ByteRange> = Vec::new();
+        let mut add = |extent: ByteRange| {
+            let blocks = extent.grown_to_blocks();
+            let start = runs.last().map_or_else(|| range.offset(), |last| last.end()).max(blocks.offset());
+            let end = blocks.end().min(range.end());
+            let Some(length) = end.checked_sub(start).filter(|length| *length > 0) else { return };
+            match runs.last_mut() {
+                Some(last) if last.end() == start => {
+                    *last = ByteRange::new(last.offset(), last.length() + length).unwrap_or(*last);
+                }
+                _ => runs.extend(ByteRange::new(start, length)),
+            }
+        };
+        data_extents(self.files.get(file), range, &mut add).map_err(|errno| {
+            StoreError::io("find the data of", medium.directory().path_of(self.name(file)), errno)
+        })?;
+        Ok(runs)
     }
 }
 

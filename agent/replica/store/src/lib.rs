@@ -11,7 +11,7 @@
 //!
 //! Beside the volume, a store keeps the data that a replica must not forget. These are its state
 //! ([`Store::save_state`]), sets of regions ([`Store::region_files`]), the progress as a copy of another
-//! replica ([`Store::begin_copy`]), and sums of its snapshots ([`Store::save_sums`]).
+//! replica ([`Store::begin_copy`]), and sums of its snapshots ([`SnapshotLayers::save_sums`]).
 //!
 //! [`inspect()`] and [`export()`] look at a directory without changing anything in it.
 //!
@@ -23,6 +23,7 @@ mod binding;
 mod block_sums;
 mod boot;
 mod buffer;
+mod chain;
 mod copy;
 mod copy_record;
 mod data;
@@ -49,6 +50,7 @@ mod opening;
 mod operations;
 mod options;
 mod regions;
+mod repair;
 mod revision;
 mod snapshots;
 mod state;
@@ -68,6 +70,7 @@ pub use block_sums::{
 };
 pub use boot::LossRecord;
 pub use buffer::{AlignedBuffer, MEMORY_ALIGNMENT};
+pub use chain::Chain;
 pub use directory_lock::{DirectoryLock, lock_directory};
 pub use error::StoreError;
 pub use export::{ExportTarget, ExportedVolume, WriteDebug, export};
@@ -86,5 +89,5 @@ pub use shorthorn_chain::{
 pub use shorthorn_types::{ByteRange, Errno, RangeError};
 pub use state::{SavedState, StateWriter};
 pub use store::Store;
-pub use sums::{FoundSums, LayerSums};
+pub use sums::{FoundSums, LayerSums, SnapshotLayers};
 pub use timestamp::now_rfc3339;

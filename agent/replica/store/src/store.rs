@@ -13,6 +13,7 @@ use shorthorn_chain::{
 use crate::binding;
 use crate::block_sums::BlockSumsFile;
 use crate::boot::{Boot, LossRecord};
+use crate::chain::Chain;
 use crate::copy_record::{CopyRecord, Resumed};
 use crate::directory::{Directory, RESERVE_FILE};
 use crate::error::StoreError;
@@ -32,6 +33,7 @@ use crate::regions::RegionFiles;
 use crate::revision;
 use crate::state::{self, SavedState, StateWriter};
 use crate::steps::Executor;
+use crate::sums::SnapshotLayers;
 use crate::sums_files::sweep_sums;
 use crate::timestamp::now_rfc3339;
 use crate::unwritten::{self, UnverifiedRange};
@@ -249,6 +251,18 @@ impl Store {
     #[must_use]
     pub fn snapshots(&self) -> Vec<SnapshotInfo> {
         snapshots(self.image.layout())
+    }
+
+    /// Returns the layers of the chain, to read their data.
+    #[must_use]
+    pub fn chain(&self) -> Chain<'_> {
+        Chain::new(&self.medium, &self.image)
+    }
+
+    /// Returns the layers of the chain's snapshots, which may have sums.
+    #[must_use]
+    pub fn snapshot_layers(&self) -> SnapshotLayers<'_> {
+        SnapshotLayers::new(&self.medium, &self.image, self.guard.epoch(), self.is_copying())
     }
 
     /// Returns the findings at the opening, and the current state.

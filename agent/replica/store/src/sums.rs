@@ -1,5 +1,4 @@
-//! Keeps sums of snapshots' layers beside them in `shorthorn.sums-<snapshot>`, and repairs data that does not
-//! match them.
+//! Keeps sums of snapshots' layers beside them in `shorthorn.sums-<snapshot>`.
 //!
 //! The caller decides on their contents. A file of sums belongs to one file of one layer, and is removed with
 //! the layer. It has the inode and size of that file, and the epoch in which it was written. The time of the
@@ -20,19 +19,14 @@
 //! | 48 | 4 each | the sums; 0: not known |
 //! | last | 4 | CRC-32C of all before |
 
-use std::fs::File;
-use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
-
-use nix::fcntl::{FallocateFlags, OFlag, fallocate};
 use shorthorn_chain::{FileIndex, ImageName, META_SUFFIX, OWN_PREFIX, temp_name};
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
 
-use crate::buffer::{AlignedBuffer, CHUNK_BYTES};
+use crate::directory::Directory;
 use crate::error::StoreError;
-use crate::files::{data_extents, signed};
-use crate::store::Store;
+use crate::image::Image;
+use crate::medium::Medium;
 use crate::sums_files::SUMS_PREFIX;
 
 type Result<T> = std::result::Result<T, StoreError>;
@@ -149,35 +143,54 @@ fn file_of(image: &ImageName) -> Option<String> {
     (is_ours && temp_name(&name).len() <= NAME_MAX_BYTES).then_some(name)
 }
 
-impl Store {
+/// The layers of the snapshots of a chain, and the sums that are kept of them.
+#[derive(Clone, Copy, Debug)]
+pub struct SnapshotLayers<'a> {
+    medium: &'a Medium,
+    image: &'a Image,
+    epoch: u64,
+    /// True if the layers are being copied: none counts then.
+    is_copying: bool,
+}
+
+impl<'a> SnapshotLayers<'a> {
+    pub(crate) fn new(
+        medium: &'a Medium,
+        image: &'a Image,
+        epoch: u64,
+        is_copying: bool,
+    ) -> SnapshotLayers<'a> {
+        SnapshotLayers { medium, image, epoch, is_copying }
+    }
+
     /// Returns the layer of a snapshot of the chain, by the name of its image. An incomplete copy of a layer
     /// does not count.
     #[must_use]
-    pub fn snapshot_layer(&self, image: &str) -> Option<FileIndex> {
-        self.snapshot_image(image).and_then(|image| self.image.find(image))
+    pub fn find(&self, image: &str) -> Option<FileIndex> {
+        self.name(image).and_then(|image| self.image.find(image))
     }
 
     /// Returns the size of that layer.
     #[must_use]
-    pub fn snapshot_layer_bytes(&self, image: &str) -> Option<u64> {
-        let image = self.snapshot_image(image)?;
+    pub fn size_bytes(&self, image: &str) -> Option<u64> {
+        let image = self.name(image)?;
         Some(self.image.layout().disks().get(image)?.size_bytes)
     }
 
-    fn snapshot_image(&self, image: &str) -> Option<&ImageName> {
+    fn name(&self, image: &str) -> Option<&'a ImageName> {
         let is_head = image == self.image.head_name().as_str();
         let found = self.image.layout().chain().iter().find(|name| name.as_str() == image);
-        found.filter(|_| !is_head && !self.is_copying())
+        found.filter(|_| !is_head && !self.is_copying)
     }
 
-    fn known_layer(&self, image: &str) -> Result<&ImageName> {
-        self.snapshot_image(image).ok_or_else(|| StoreError::NoSnapshotLayer(image.to_owned()))
+    fn known_layer(&self, image: &str) -> Result<&'a ImageName> {
+        self.name(image).ok_or_else(|| StoreError::NoSnapshotLayer(image.to_owned()))
     }
 
     fn subject(&self, image: &ImageName) -> Result<Option<Subject>> {
         let Some(stat) = self.medium.directory().stat(image.as_str())? else { return Ok(None) };
         let name_crc32c = crc32c::crc32c(image.as_str().as_bytes());
-        let (size_bytes, inode, epoch) = (stat.size_bytes, stat.inode, self.guard.epoch());
+        let (size_bytes, inode, epoch) = (stat.size_bytes, stat.inode, self.epoch);
         Ok(Some(Subject { size_bytes, inode, epoch, name_crc32c }))
     }
 
@@ -206,7 +219,7 @@ impl Store {
     ///
     /// # Errors
     /// The layer does not exist or cannot have sums, or an I/O error; the former sums still exist then.
-    pub fn save_sums(&mut self, image: &str, sums: &LayerSums) -> Result<()> {
+    pub fn save_sums(&self, image: &str, sums: &LayerSums) -> Result<()> {
         self.medium.check_writable()?;
         let image = self.known_layer(image)?;
         let (Some(name), Some(subject)) = (file_of(image), self.subject(image)?) else {
@@ -218,157 +231,33 @@ impl Store {
         })
     }
 
-    /// Removes the sums of a snapshot's layer before the layer changes or is deleted.
-    pub(crate) fn drop_sums(&self, image: &ImageName) -> Result<()> {
-        let Some(name) = file_of(image) else { return Ok(()) };
-        if self.medium.directory().stat(&name)?.is_some() {
-            self.medium.directory().unlink(&name)?;
-            self.medium.directory().sync()?;
-        }
-        Ok(())
-    }
-
-    /// Returns the next data of a layer at or after `from_bytes`.
-    ///
-    /// # Errors
-    /// The error of the file system.
-    pub fn next_layer_data(&self, file: FileIndex, from_bytes: u64) -> Result<Option<u64>> {
-        Ok(self.image.next_data_of(&self.medium, file, from_bytes)?.map(ByteRange::offset))
-    }
-
-    /// Returns the runs of whole blocks inside `range` that a layer has, in order, each as long as can be.
-    ///
-    /// # Errors
-    /// The error of the file system.
-    pub fn layer_blocks(&self, file: FileIndex, range: ByteRange) -> Result<Vec<ByteRange>> {
-        let mut runs: Vec<ByteRange> = Vec::new();
-        let mut add = |extent: ByteRange| {
-            let blocks = extent.grown_to_blocks();
-            let start = runs.last().map_or_else(|| range.offset(), |last| last.end()).max(blocks.offset());
-            let end = blocks.end().min(range.end());
-            let Some(length) = end.checked_sub(start).filter(|length| *length > 0) else { return };
-            match runs.last_mut() {
-                Some(last) if last.end() == start => {
-                    *last = ByteRange::new(last.offset(), last.length() + length).unwrap_or(*last);
-                }
-                _ => runs.extend(ByteRange::new(start, length)),
-            }
-        };
-        data_extents(self.image.file(file), range, &mut add).map_err(|errno| {
-            StoreError::io("find the data of", self.medium.directory().path_of(self.image.name(file)), errno)
-        })?;
-        Ok(runs)
-    }
-
-    /// Checks that `runs` of a snapshot's layer can be repaired in `range`, and returns its file. The volume
-    /// may have grown since the snapshot, so that the layer ends inside the range, or before it.
-    ///
-    /// # Errors
-    /// The layer does not exist, or does not have the runs, or the store cannot change it now.
-    pub fn check_repair(&mut self, image: &str, range: ByteRange, runs: &[ByteRange]) -> Result<FileIndex> {
-        self.medium.check_writable()?;
-        self.image.check_no_fold()?;
-        let layer = self.known_layer(image)?;
-        let index = self.image.find(layer).ok_or_else(|| StoreError::NoSnapshotLayer(image.to_owned()))?;
-        range.check(self.size_bytes())?;
-        let layer_bytes = self.snapshot_layer_bytes(image).unwrap_or(0).next_multiple_of(BLOCK_BYTES);
-        for run in runs {
-            run.check(layer_bytes)?;
-        }
-        self.check_sums_follow()?;
-        Ok(index)
-    }
-
-    /// Removes the sums of the snapshots above a layer. A block that comes back to the layer shows there,
-    /// too. Requests may have made zeroes of it before one of these snapshots, which has no data there then.
-    /// Its sum would say that this is right.
-    fn drop_sums_above(&self, image: &str) -> Result<()> {
-        let layers = self.image.layout().chain().iter();
-        // The head has none.
-        let mut above = layers.take_while(|layer| layer.as_str() != image).skip(1);
-        above.try_for_each(|layer| self.drop_sums(layer))
-    }
-
-    /// Repairs a snapshot's layer in `range`: writes the blocks of `runs`, which are inside it, and no
-    /// others. `data` has their contents back to back. Durable on return. Waits for the disk.
-    ///
-    /// A read that was planned before and has not ended may see the former data, the new data, or zeroes if a
-    /// block is removed. A lower layer may have the data of that block: so the caller plans such reads again.
-    /// Plans made before are void afterwards.
-    ///
-    /// # Errors
-    /// The layer does not exist, or does not have the runs, or an I/O error: the range may then hold some of
-    /// both.
-    pub fn repair_layer(
-        &mut self,
+    /// Checks that `runs` of a snapshot's layer can be repaired in `range`, and returns its file.
+    pub(crate) fn check_repair(
+        &self,
         image: &str,
         range: ByteRange,
         runs: &[ByteRange],
-        data: &[u8],
-    ) -> Result<()> {
-        let index = self.check_repair(image, range, runs)?;
-        let before = self.layer_blocks(index, range)?;
-        let is_there = |block: u64| before.iter().any(|run| run.offset() <= block && block < run.end());
-        let mut blocks = runs.iter().flat_map(|run| block_starts(*run));
-        if blocks.any(|block| !is_there(block)) {
-            self.drop_sums_above(image)?;
+    ) -> Result<FileIndex> {
+        self.image.check_no_fold()?;
+        let layer = self.known_layer(image)?;
+        let index = self.image.find(layer).ok_or_else(|| StoreError::NoSnapshotLayer(image.to_owned()))?;
+        range.check(self.image.size_bytes())?;
+        let layer_bytes = self.size_bytes(image).unwrap_or(0).next_multiple_of(BLOCK_BYTES);
+        for run in runs {
+            run.check(layer_bytes)?;
         }
-        let file = self.medium.directory().open_file(image, OFlag::O_RDWR | self.medium.direct_flag())?;
-        let holes = gaps(range, runs).filter(|hole| before.iter().any(|run| run.overlaps(*hole)));
-        let changed = punch(&file, holes)
-            .and_then(|()| write_runs(&file, runs, data, self.image.scratch()))
-            .and_then(|()| file.sync_all());
-        if before != runs || changed.is_err() {
-            // The map has remembered the blocks of the layer.
-            self.image.forget_map(&self.medium);
-        }
-        changed.map_err(|error| StoreError::io("repair", self.medium.directory().path_of(image), error))
+        Ok(index)
     }
 }
 
-fn block_starts(blocks: ByteRange) -> impl Iterator<Item = u64> {
-    (0..blocks.length() / BLOCK_BYTES).map(move |block| blocks.offset() + block * BLOCK_BYTES)
-}
-
-fn punch(file: &File, holes: impl Iterator<Item = ByteRange>) -> std::io::Result<()> {
-    let how = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-    for hole in holes {
-        fallocate(file.as_fd(), how, signed(hole.offset()), signed(hole.length()))?;
+/// Removes the sums of a snapshot's layer before the layer changes or is deleted.
+pub(crate) fn drop_sums(directory: &Directory, image: &ImageName) -> Result<()> {
+    let Some(name) = file_of(image) else { return Ok(()) };
+    if directory.stat(&name)?.is_some() {
+        directory.unlink(&name)?;
+        directory.sync()?;
     }
     Ok(())
-}
-
-/// Writes `data` to `runs`, by way of a buffer that direct I/O accepts.
-fn write_runs(
-    file: &File,
-    runs: &[ByteRange],
-    data: &[u8],
-    buffer: &mut AlignedBuffer,
-) -> std::io::Result<()> {
-    let mut rest = data;
-    for run in runs {
-        let mut at = run.offset();
-        while at < run.end() {
-            let length = usize::try_from(run.end() - at).unwrap_or(CHUNK_BYTES).min(CHUNK_BYTES);
-            let (part, after) = rest.split_at_checked(length).ok_or(std::io::ErrorKind::UnexpectedEof)?;
-            rest = after;
-            let aligned = &mut buffer.as_mut_slice()[..length];
-            aligned.copy_from_slice(part);
-            file.write_all_at(aligned, at)?;
-            at += length as u64;
-        }
-    }
-    Ok(())
-}
-
-/// Returns the parts of `range` between `runs`.
-fn gaps(range: ByteRange, runs: &[ByteRange]) -> impl Iterator<Item = ByteRange> {
-    let starts = std::iter::once(range.offset()).chain(runs.iter().map(|run| run.end()));
-    let ends = runs.iter().map(|run| run.offset()).chain(std::iter::once(range.end()));
-    starts
-        .zip(ends)
-        .filter_map(|(start, end)| ByteRange::new(start, end.checked_sub(start)?).ok())
-        .filter(|gap| !gap.is_empty())
 }
 
 #[cfg(shorthorn_fuzzing)]
@@ -456,15 +345,6 @@ mod tests {
         assert_eq!(name("xvolume-head"), None);
         assert_eq!(name(&"x".repeat(239)), None);
         assert_eq!(file_of(&ImageName::head(3)), None);
-    }
-
-    #[test]
-    fn gaps_are_the_ranges_outside_of_runs() {
-        let range = |start: u64, end: u64| ByteRange::new(start * 4096, (end - start) * 4096).unwrap();
-        let found = |runs: &[ByteRange]| gaps(range(2, 10), runs).collect::<Vec<_>>();
-        assert_eq!(found(&[]), [range(2, 10)]);
-        assert_eq!(found(&[range(2, 10)]), []);
-        assert_eq!(found(&[range(3, 4), range(6, 10)]), [range(2, 3), range(4, 6)]);
     }
 
     #[test]

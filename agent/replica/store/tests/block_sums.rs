@@ -61,7 +61,7 @@ fn a_revert_and_a_copy_end_the_series() {
     assert!(!path.join(FILE).exists());
     let second = series(&mut store);
     assert!(second > first);
-    let layers = store.copy_layers().unwrap();
+    let layers = store.chain().copy_layers().unwrap();
     store.begin_copy(layers).unwrap();
     assert!(series(&mut store) > second);
 }

@@ -51,7 +51,7 @@ fn open(path: &Path, fault: Option<FaultHook>) -> Result<Store, StoreError> {
 
 /// Copies like the rebuild task of an engine.
 fn copy(source: &Store, target: &mut Store, count: &AtomicUsize) -> Result<(), StoreError> {
-    let layers = source.copy_layers()?;
+    let layers = source.chain().copy_layers()?;
     let done = target.begin_copy(layers.clone())?;
     for (layer, is_done) in done.iter().enumerate().take(layers.len() - 1) {
         if *is_done {
@@ -61,7 +61,7 @@ fn copy(source: &Store, target: &mut Store, count: &AtomicUsize) -> Result<(), S
         count.fetch_add(1, Ordering::Relaxed);
         let (mut from, mut extents) = (0, Vec::new());
         loop {
-            let (page, next) = source.layer_extents(layer, from, 2)?;
+            let (page, next) = source.chain().layer_extents(layer, from, 2)?;
             assert!(page.len() <= 2);
             extents.extend(page);
             let Some(next) = next else { break };
@@ -75,7 +75,7 @@ fn copy(source: &Store, target: &mut Store, count: &AtomicUsize) -> Result<(), S
 
 fn copy_layer(source: &Store, target: &Store, layer: usize, extents: &[ByteRange]) {
     let file = |store: &Store, index| std::fs::File::from(store.fd(index).try_clone_to_owned().unwrap());
-    let from = file(source, source.layer_file(layer).unwrap());
+    let from = file(source, source.chain().layer_file(layer).unwrap());
     let to = file(target, target.copy_target(layer).unwrap());
     for extent in extents {
         assert!(extent.offset().is_multiple_of(4096) && extent.length().is_multiple_of(4096));
@@ -106,7 +106,7 @@ fn that_a_copy_has_ended_does_not_make_the_replica_a_member() {
     let source = source(&from);
     let mut target = target(&to);
     target.set_left(true).unwrap();
-    target.begin_copy(source.copy_layers().unwrap()).unwrap();
+    target.begin_copy(source.chain().copy_layers().unwrap()).unwrap();
     let record = std::fs::read(to.join("shorthorn.copy")).unwrap();
     assert!(target.info().rebuilding && target.info().has_left);
     copy(&source, &mut target, &AtomicUsize::new(0)).unwrap();
@@ -135,7 +135,7 @@ fn a_copy_has_the_same_snapshots_and_an_empty_head() {
     copy(&source, &mut target, &AtomicUsize::new(0)).unwrap();
     assert!(!target.info().rebuilding);
     assert!(snapshots(&from) == snapshots(&to));
-    let holes = target.layer_extents(2, 0, 10).unwrap();
+    let holes = target.chain().layer_extents(2, 0, 10).unwrap();
     assert_eq!(holes, (vec![], None), "the head is empty");
     // The new write and the snapshots' data combine.
     target.write_at(&[4; 512], 0, false).unwrap();
@@ -171,7 +171,7 @@ fn an_interrupted_copy_continues_after_any_step() {
         let mut target = open(&to, None).unwrap();
         copy(&source, &mut target, &copied).unwrap();
         assert!(snapshots(&from) == expected && snapshots(&to) == expected, "stopped after {steps} steps");
-        assert_eq!(target.layer_extents(2, 0, 10).unwrap(), (vec![], None));
+        assert_eq!(target.chain().layer_extents(2, 0, 10).unwrap(), (vec![], None));
         target.close().unwrap();
         if whole.is_ok() {
             assert!(steps > 20, "{steps}");
@@ -186,9 +186,9 @@ fn whole_layers_are_not_copied_again_and_others_start_over() {
     let to = base.path().join("to");
     let source = source(&base.path().join("from"));
     let mut copying = target(&to);
-    let layers = source.copy_layers().unwrap();
+    let layers = source.chain().copy_layers().unwrap();
     copying.begin_copy(layers.clone()).unwrap();
-    let (extents, _) = source.layer_extents(0, 0, 100).unwrap();
+    let (extents, _) = source.chain().layer_extents(0, 0, 100).unwrap();
     copy_layer(&source, &copying, 0, &extents);
     copying.copy_done(0).unwrap();
     assert!(copying.copy_done(0).is_err() && copying.copy_done(2).is_err());
@@ -200,7 +200,7 @@ fn whole_layers_are_not_copied_again_and_others_start_over() {
     let mut again = open(&to, None).unwrap();
     assert!(again.info().rebuilding);
     assert_eq!(again.begin_copy(layers.clone()).unwrap(), [true, false, false]);
-    assert_eq!(again.layer_extents(1, 0, 10).unwrap().0, [], "a part of a layer is worth nothing");
+    assert_eq!(again.chain().layer_extents(1, 0, 10).unwrap().0, [], "a part of a layer is worth nothing");
     // Of other snapshots nothing is kept.
     let mut others = layers;
     let mut meta = DiskMeta::parse("of the first", &others[0].meta).unwrap();
@@ -214,12 +214,12 @@ fn a_salvaged_part_of_a_copy_does_not_count_as_whole_elsewhere() {
     let base = scratch();
     let (whole, salvaged) = (base.path().join("whole"), base.path().join("salvaged"));
     let source = source(&base.path().join("from"));
-    let layers = source.copy_layers().unwrap();
+    let layers = source.chain().copy_layers().unwrap();
     let begin = |path: &Path, done: usize| {
         let mut copying = target(path);
         copying.begin_copy(layers.clone()).unwrap();
         for layer in 0..done {
-            let (extents, _) = source.layer_extents(layer, 0, 100).unwrap();
+            let (extents, _) = source.chain().layer_extents(layer, 0, 100).unwrap();
             copy_layer(&source, &copying, layer, &extents);
             copying.copy_done(layer).unwrap();
         }
@@ -255,7 +255,7 @@ fn a_salvaged_part_of_a_copy_does_not_count_as_whole_elsewhere() {
     assert!(!chosen.info().rebuilding && !salvaged.join("shorthorn.copy").exists());
     chosen.close().unwrap();
     let chosen = Store::open(&salvaged, OpenOptions::default()).unwrap();
-    let theirs = chosen.copy_layers().unwrap();
+    let theirs = chosen.chain().copy_layers().unwrap();
     assert_eq!(theirs[0], layers[0], "a complete snapshot is that of the others");
     let meta = DiskMeta::parse("of the second", &theirs[1].meta).unwrap();
     assert_eq!(meta.labels.unwrap()["shorthorn-salvaged"], "7-a", "the first salvage counts");
@@ -270,7 +270,7 @@ fn a_stored_copy_that_is_impossible_starts_over() {
         let (from, to) = (base.path().join("from"), base.path().join("to"));
         let source = source(&from);
         let mut target = target(&to);
-        target.begin_copy(source.copy_layers().unwrap()).unwrap();
+        target.begin_copy(source.chain().copy_layers().unwrap()).unwrap();
         drop(target);
         let file = to.join("shorthorn.copy");
         let mut record: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
@@ -347,13 +347,13 @@ fn allocated_regions_are_those_with_data_in_any_layer() {
     let store = source(&base.path().join("from"));
     let regions = Regions::of(SIZE);
     let none = RegionSet::empty(regions.count());
-    assert_eq!(store.allocated(regions, 0, &none).unwrap(), (vec![(0, 1), (63, 1)], None));
-    assert_eq!(store.allocated(regions, 1, &none).unwrap(), (vec![(63, 1)], None));
+    assert_eq!(store.chain().allocated(regions, 0, &none).unwrap(), (vec![(0, 1), (63, 1)], None));
+    assert_eq!(store.chain().allocated(regions, 1, &none).unwrap(), (vec![(63, 1)], None));
     let mut others = none.clone();
     for region in [0, 1, 9, 62] {
         others.insert(region);
     }
-    let found = store.allocated(regions, 0, &others).unwrap();
+    let found = store.chain().allocated(regions, 0, &others).unwrap();
     assert_eq!(found, (vec![(0, 2), (9, 1), (62, 2)], None), "and where something was");
     // Many runs come in pages.
     let large = Store::create(
@@ -367,6 +367,7 @@ fn allocated_regions_are_those_with_data_in_any_layer() {
     let (mut from, mut found, mut pages) = (0, Vec::new(), 0);
     loop {
         let (runs, next) = large
+            .chain()
             .allocated(Regions::of(1 << 30), from, &RegionSet::empty(Regions::of(1 << 30).count()))
             .unwrap();
         found.extend(runs);
@@ -389,6 +390,7 @@ fn holes_cost_nothing() {
     store.write_at(&[1; 4096], size_bytes - 4096, false).unwrap();
     let begun = std::time::Instant::now();
     let found = store
+        .chain()
         .allocated(Regions::of(size_bytes), 0, &RegionSet::empty(Regions::of(size_bytes).count()))
         .unwrap();
     println!("{:?}", begun.elapsed());

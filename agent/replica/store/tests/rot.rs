@@ -82,7 +82,7 @@ fn a_copy_with_a_damaged_record_starts_over() {
     let base = scratch();
     let (from, to) = (base.path().join("from"), base.path().join("to"));
     let (source, mut target) = (create(&from), create(&to));
-    target.begin_copy(source.copy_layers().unwrap()).unwrap();
+    target.begin_copy(source.chain().copy_layers().unwrap()).unwrap();
     drop(target);
     let file = to.join("shorthorn.copy");
     let record = std::fs::read(&file).unwrap();

@@ -46,30 +46,37 @@ fn names(path: &Path) -> Vec<String> {
 fn sums_outlive_the_process_and_are_removed_with_their_layer() {
     let base = scratch();
     let path = base.path().join("replica");
-    let mut open = store(&path);
-    assert_eq!(open.load_sums(FIRST).unwrap(), FoundSums::None);
-    open.save_sums(FIRST, &sums(7)).unwrap();
-    open.save_sums(SECOND, &sums(8)).unwrap();
-    assert!(matches!(open.save_sums("volume-head-002.img", &sums(9)), Err(StoreError::NoSnapshotLayer(_))));
+    let open = store(&path);
+    assert_eq!(open.snapshot_layers().load_sums(FIRST).unwrap(), FoundSums::None);
+    open.snapshot_layers().save_sums(FIRST, &sums(7)).unwrap();
+    open.snapshot_layers().save_sums(SECOND, &sums(8)).unwrap();
+    assert!(matches!(
+        open.snapshot_layers().save_sums("volume-head-002.img", &sums(9)),
+        Err(StoreError::NoSnapshotLayer(_))
+    ));
     open.close().unwrap();
     let mut open = Store::open(&path, OpenOptions::default()).unwrap();
-    assert_eq!(open.load_sums(FIRST).unwrap(), FoundSums::Kept(sums(7)));
+    assert_eq!(open.snapshot_layers().load_sums(FIRST).unwrap(), FoundSums::Kept(sums(7)));
     open.remove("first").unwrap();
-    assert_eq!(open.load_sums(FIRST).unwrap(), FoundSums::Kept(sums(7)), "the layer is there as before");
+    assert_eq!(
+        open.snapshot_layers().load_sums(FIRST).unwrap(),
+        FoundSums::Kept(sums(7)),
+        "the layer is there as before"
+    );
     open.fold("first").unwrap();
     assert_eq!(names(&path), [] as [&str; 0], "one is gone, and the other has become another file");
-    assert_eq!(open.load_sums(SECOND).unwrap(), FoundSums::None);
-    open.save_sums(SECOND, &sums(8)).unwrap();
+    assert_eq!(open.snapshot_layers().load_sums(SECOND).unwrap(), FoundSums::None);
+    open.snapshot_layers().save_sums(SECOND, &sums(8)).unwrap();
     open.revert("second", NOW).unwrap();
-    assert_eq!(open.load_sums(SECOND).unwrap(), FoundSums::Kept(sums(8)));
+    assert_eq!(open.snapshot_layers().load_sums(SECOND).unwrap(), FoundSums::Kept(sums(8)));
 }
 
 #[test]
 fn sums_of_another_file_of_the_same_name_count_for_nothing() {
     let base = scratch();
     let path = base.path().join("replica");
-    let mut open = store(&path);
-    open.save_sums(FIRST, &sums(7)).unwrap();
+    let open = store(&path);
+    open.snapshot_layers().save_sums(FIRST, &sums(7)).unwrap();
     open.close().unwrap();
     // Another program has replaced the layer.
     std::fs::copy(path.join(FIRST), path.join("copy")).unwrap();
@@ -77,7 +84,7 @@ fn sums_of_another_file_of_the_same_name_count_for_nothing() {
     // And left the sums of a snapshot that is gone.
     std::fs::copy(path.join("shorthorn.sums-first"), path.join("shorthorn.sums-gone")).unwrap();
     let open = Store::open(&path, OpenOptions::default()).unwrap();
-    assert_eq!(open.load_sums(FIRST).unwrap(), FoundSums::None);
+    assert_eq!(open.snapshot_layers().load_sums(FIRST).unwrap(), FoundSums::None);
     assert_eq!(names(&path), ["shorthorn.sums-first"]);
 }
 
@@ -85,30 +92,30 @@ fn sums_of_another_file_of_the_same_name_count_for_nothing() {
 fn sums_from_before_another_program_had_the_directory_open_count_for_nothing() {
     let base = scratch();
     let path = base.path().join("replica");
-    let mut open = store(&path);
-    open.save_sums(FIRST, &sums(7)).unwrap();
+    let open = store(&path);
+    open.snapshot_layers().save_sums(FIRST, &sums(7)).unwrap();
     open.close().unwrap();
     let meta = path.join("volume.meta");
     let content = std::fs::read(&meta).unwrap();
     std::fs::write(path.join("new"), content).unwrap();
     std::fs::rename(path.join("new"), meta).unwrap();
     let open = Store::open(&path, OpenOptions::default()).unwrap();
-    assert_eq!(open.load_sums(FIRST).unwrap(), FoundSums::None);
+    assert_eq!(open.snapshot_layers().load_sums(FIRST).unwrap(), FoundSums::None);
 }
 
 #[test]
 fn a_damaged_file_of_sums_is_reported_and_replaced() {
     let base = scratch();
     let path = base.path().join("replica");
-    let mut open = store(&path);
-    open.save_sums(FIRST, &sums(7)).unwrap();
+    let open = store(&path);
+    open.snapshot_layers().save_sums(FIRST, &sums(7)).unwrap();
     let file = path.join("shorthorn.sums-first");
     let mut bytes = std::fs::read(&file).unwrap();
     bytes[49] ^= 1;
     std::fs::write(&file, &bytes).unwrap();
-    assert!(matches!(open.load_sums(FIRST).unwrap(), FoundSums::Damaged(_)));
-    open.save_sums(FIRST, &sums(9)).unwrap();
-    assert_eq!(open.load_sums(FIRST).unwrap(), FoundSums::Kept(sums(9)));
+    assert!(matches!(open.snapshot_layers().load_sums(FIRST).unwrap(), FoundSums::Damaged(_)));
+    open.snapshot_layers().save_sums(FIRST, &sums(9)).unwrap();
+    assert_eq!(open.snapshot_layers().load_sums(FIRST).unwrap(), FoundSums::Kept(sums(9)));
 }
 
 #[test]
@@ -117,10 +124,10 @@ fn a_copy_of_another_replica_keeps_no_sums_of_its_own() {
     let source = store(&base.path().join("from"));
     let to = base.path().join("to");
     let mut open = store(&to);
-    open.save_sums(FIRST, &sums(7)).unwrap();
-    open.begin_copy(source.copy_layers().unwrap()).unwrap();
+    open.snapshot_layers().save_sums(FIRST, &sums(7)).unwrap();
+    open.begin_copy(source.chain().copy_layers().unwrap()).unwrap();
     assert_eq!(names(&to), [] as [&str; 0]);
-    assert!(open.snapshot_layer(FIRST).is_none(), "it is not whole");
+    assert!(open.snapshot_layers().find(FIRST).is_none(), "it is not whole");
 }
 
 #[test]
@@ -134,12 +141,12 @@ fn a_layer_is_repaired_block_by_block() {
         data.chunks(4096).map(|block| block[0]).collect::<Vec<_>>()
     };
     assert_eq!(read(&mut open), [1, 1, 2, 2, 0, 0], "where its blocks are is known from here on");
-    let file = open.snapshot_layer(SECOND).unwrap();
-    assert_eq!(open.layer_blocks(file, blocks(0, 6)).unwrap(), [blocks(2, 2)]);
+    let file = open.snapshot_layers().find(SECOND).unwrap();
+    assert_eq!(open.chain().layer_blocks(file, blocks(0, 6)).unwrap(), [blocks(2, 2)]);
     // A hole in place of a superfluous block, and a block in place of a missing one.
     let data = [[5; 4096], [6; 4096]].concat();
     open.repair_layer(SECOND, blocks(0, 6), &[blocks(0, 1), blocks(3, 1)], &data).unwrap();
-    assert_eq!(open.layer_blocks(file, blocks(0, 6)).unwrap(), [blocks(0, 1), blocks(3, 1)]);
+    assert_eq!(open.chain().layer_blocks(file, blocks(0, 6)).unwrap(), [blocks(0, 1), blocks(3, 1)]);
     assert_eq!(read(&mut open), [5, 1, 1, 6, 0, 0]);
     open.repair_layer(SECOND, blocks(3, 1), &[blocks(3, 1)], &[7; 4096]).unwrap();
     assert_eq!(read(&mut open), [5, 1, 1, 7, 0, 0]);
@@ -167,7 +174,7 @@ fn the_end_of_a_layer_is_repaired_after_an_expansion() {
     open.read_at(&mut data, 0).unwrap();
     assert_eq!([data[0], data[4096], data[8192]], [5, 5, 0]);
     assert!(open.repair_layer(FIRST, blocks(0, 128), &[blocks(1, 2)], &[6; 8192]).is_err(), "past its end");
-    assert_eq!(open.snapshot_layer_bytes(FIRST), Some(8192));
+    assert_eq!(open.snapshot_layers().size_bytes(FIRST), Some(8192));
     open.close().unwrap();
     Store::open(&path, OpenOptions::default()).unwrap();
 }

@@ -23,7 +23,7 @@ fn with_rot_below(directory: &Path) -> (Executor, LayerPatch) {
     let (mut store, owner, loaded) = new_store(directory);
     store.write_at(&[7; 4096], BLOCK * BLOCK_BYTES, true).unwrap();
     store.snapshot("below", true, BTreeMap::new(), "2026-01-01T00:00:00Z").unwrap();
-    let image = store.copy_layers().unwrap()[0].image.to_string();
+    let image = store.chain().copy_layers().unwrap()[0].image.to_string();
     let mut rot = AlignedBuffer::new(BLOCK_BYTES_USIZE);
     rot.as_mut_slice().fill(1);
     let layer = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(directory.join(&image));
@@ -86,7 +86,7 @@ fn with_vanished_below(directory: &Path) -> (Executor, LayerPatch) {
     let (mut store, owner, loaded) = new_store(directory);
     store.write_at(&[7; 4096], BLOCK * BLOCK_BYTES, true).unwrap();
     store.snapshot("below", true, BTreeMap::new(), "2026-01-01T00:00:00Z").unwrap();
-    let image = store.copy_layers().unwrap()[0].image.to_string();
+    let image = store.chain().copy_layers().unwrap()[0].image.to_string();
     let layer = OpenOptions::new().write(true).open(directory.join(&image)).unwrap();
     let how = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
     let (offset_bytes, runs) = (BLOCK * BLOCK_BYTES, vec![(0, 1)]);
@@ -215,11 +215,11 @@ fn a_restored_block_ends_the_sums_of_later_snapshots() {
     zero_block(&mut executor, Opcode::WriteZeroes, &mut ring);
     executor.store.snapshot("above", true, BTreeMap::new(), "2026-01-01T00:00:00Z").unwrap();
     let images: Vec<String> =
-        executor.store.copy_layers().unwrap().iter().map(|layer| layer.image.to_string()).collect();
+        executor.store.chain().copy_layers().unwrap().iter().map(|layer| layer.image.to_string()).collect();
     for image in &images[..2] {
-        let bytes = executor.store.snapshot_layer_bytes(image).unwrap();
+        let bytes = executor.store.snapshot_layers().size_bytes(image).unwrap();
         let sums = LayerSums::new(bytes, PIECE_BYTES, 9).unwrap();
-        executor.store.save_sums(image, &sums).unwrap();
+        executor.store.snapshot_layers().save_sums(image, &sums).unwrap();
     }
     assert!(executor.kept_sums(&images[1]).unwrap().is_some());
     assert!(executor.block_sums.known().keep_some([(BLOCK, sum_of_zeroes())]));
@@ -270,7 +270,7 @@ fn a_request_does_not_see_a_hole_that_a_repair_makes() {
             store.write_at(&[7; 4096], BLOCK * BLOCK_BYTES, true).unwrap();
             store.snapshot(name, true, BTreeMap::new(), "2026-01-01T00:00:00Z").unwrap();
         }
-        let image = store.copy_layers().unwrap()[1].image.to_string();
+        let image = store.chain().copy_layers().unwrap()[1].image.to_string();
         let mut executor = Executor::new(store, owner, loaded).unwrap();
         let patch = LayerPatch { image, offset_bytes: BLOCK * BLOCK_BYTES, length_bytes: 4096, runs: vec![] };
         let mut ring = Ring::new(16).unwrap();
