@@ -24,9 +24,7 @@ mod block_sums;
 mod boot;
 mod buffer;
 mod chain;
-mod copy;
 mod copy_record;
-mod data;
 mod directory;
 mod directory_lock;
 mod error;
@@ -34,7 +32,6 @@ mod export;
 mod facts;
 mod fiemap;
 mod files;
-mod fold;
 #[cfg(shorthorn_fuzzing)]
 pub mod fuzzing;
 mod guard;
@@ -47,12 +44,10 @@ mod lost_blocks;
 mod medium;
 mod ongoing_copy;
 mod opening;
-mod operations;
 mod options;
 mod regions;
 mod repair;
 mod revision;
-mod snapshots;
 mod state;
 mod steps;
 mod store;
@@ -74,7 +69,6 @@ pub use chain::Chain;
 pub use directory_lock::{DirectoryLock, lock_directory};
 pub use error::StoreError;
 pub use export::{ExportTarget, ExportedVolume, WriteDebug, export};
-pub use fold::{FoldJob, FoldedJob};
 pub use info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo};
 pub use inspect::{
     InspectedLayer, InspectedVolume, Inspection, OwnState, Problem, SavedStatus, Severity, inspect,
@@ -88,6 +82,6 @@ pub use shorthorn_chain::{
 };
 pub use shorthorn_types::{ByteRange, Errno, RangeError};
 pub use state::{SavedState, StateWriter};
-pub use store::Store;
+pub use store::{FoldJob, FoldedJob, Store};
 pub use sums::{FoundSums, LayerSums, SnapshotLayers};
 pub use timestamp::now_rfc3339;

@@ -1,4 +1,14 @@
 //! An open replica directory.
+//!
+//! [`Store`] only coordinates its parts, whose rules are in their own files. Its calls on several parts are
+//! in the folder `store`. Requests are in `data`, and changes of the chain in `snapshots`, `fold` and
+//! `operations`.
+
+mod copy;
+mod data;
+mod fold;
+mod operations;
+mod snapshots;
 
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::DirBuilderExt;
@@ -38,6 +48,8 @@ use crate::sums_files::sweep_sums;
 use crate::timestamp::now_rfc3339;
 use crate::unwritten::{self, UnverifiedRange};
 
+pub use fold::{FoldJob, FoldedJob};
+
 type Result<T> = std::result::Result<T, StoreError>;
 
 /// An open replica directory, held exclusively.
@@ -49,17 +61,17 @@ type Result<T> = std::result::Result<T, StoreError>;
 #[derive(Debug)]
 pub struct Store {
     /// The directory, and whether it may be changed.
-    pub(crate) medium: Medium,
+    medium: Medium,
     /// The layers: layout, files, and the map of their blocks.
-    pub(crate) image: Image,
+    image: Image,
     /// The record that no other program has had the directory open.
-    pub(crate) guard: Guard,
+    guard: Guard,
     /// The copy from another replica that is under way.
-    pub(crate) copy: OngoingCopy,
+    copy: OngoingCopy,
     /// The part of the head that may have blocks that are allocated but not written.
-    pub(crate) unverified: UnverifiedRange,
+    unverified: UnverifiedRange,
     /// The findings of the opening.
-    pub(crate) opening: Opening,
+    opening: Opening,
     /// The losses of unflushed data.
     boot: Boot,
     /// Released last.
@@ -352,7 +364,7 @@ impl Store {
     }
 
     /// Invalidates all sums before the volume changes, unless the set of unsummed regions is kept.
-    pub(crate) fn check_sums_follow(&mut self) -> Result<()> {
+    fn check_sums_follow(&mut self) -> Result<()> {
         if self.guard.has_unkept_sums() { self.forget_block_sums() } else { Ok(()) }
     }
 
@@ -479,7 +491,7 @@ impl Store {
     }
 
     /// Records that data may be lost if the result of an operation says so.
-    pub(crate) fn recording_loss<T>(&mut self, mut result: Result<T>) -> Result<T> {
+    fn recording_loss<T>(&mut self, mut result: Result<T>) -> Result<T> {
         if let Err(StoreError::NotDurable { recorded, .. }) = &mut result {
             // The caller decides whether the replica fails by that, and counts its failures.
             *recorded = self.record_lost_cache(self.boot.failures()).is_ok();
@@ -494,7 +506,7 @@ impl Store {
     }
 
     /// Executes steps; a stop by the test hook leaves the store broken.
-    pub(crate) fn run(&mut self, steps: &[FileStep]) -> Result<()> {
+    fn run(&mut self, steps: &[FileStep]) -> Result<()> {
         let result = self.medium.executor().run(steps, &mut self.guard);
         self.medium.record_stop(result.as_ref().err());
         self.recording_loss(result)

@@ -56,7 +56,7 @@ impl Store {
     /// Remembers short layers. A layer that is shorter than the one above was truncated, unless the snapshot
     /// that an expansion left explains it. Before an operation that may take that away, the sizes are
     /// recorded.
-    pub(crate) fn remember_short_layers(&mut self, operation: &Operation) -> Result<()> {
+    pub(super) fn remember_short_layers(&mut self, operation: &Operation) -> Result<()> {
         if !self.guard.learn_sizes(operation.after.short_layers()) {
             return Ok(());
         }
@@ -65,7 +65,7 @@ impl Store {
     }
 
     /// Executes an operation and takes over the layout after it.
-    pub(crate) fn perform(&mut self, operation: Operation) -> Result<()> {
+    pub(super) fn perform(&mut self, operation: Operation) -> Result<()> {
         match self.run(&operation.steps) {
             Ok(()) => {
                 self.image.set_layout(operation.after);
@@ -94,7 +94,7 @@ impl Store {
     }
 
     /// Opens the files of the chain again and drops the block map.
-    pub(crate) fn reopen(&mut self) -> Result<()> {
+    pub(super) fn reopen(&mut self) -> Result<()> {
         let writable = if self.is_copying() { Writable::All } else { Writable::Head };
         self.image.reopen(&self.medium, writable).inspect_err(|_| self.medium.mark_broken())
     }
