@@ -35,20 +35,20 @@ impl VolumeReconciler<'_> {
                      {}",
                         view.members
                     );
-                    self.decision.emit(self.key(), true, "Granted", message);
+                    self.actions.emit(true, "Granted", message);
                     self.next.status.arbiter = granted;
                     self.next.status.grant_unreported = true;
                 }
                 let message = format!("Frozen: waiting for the arbiter, which has granted view {view}");
                 self.record_grant(Finding::wrong(WAITING, message));
                 self.send_grant(node, view);
-                self.decision.again_after(GRANT_CHECK);
+                self.actions.again_after(GRANT_CHECK);
             }
             Err(refused) => {
                 let message = format!("Frozen: waiting for the arbiter, which does not grant it: {refused}");
                 let recorded = self.stored.status.conditions.get(ConditionType::Granted);
                 if recorded.is_none_or(|recorded| recorded.status || recorded.message != message) {
-                    self.decision.emit(self.key(), true, "NotGranted", message.clone());
+                    self.actions.emit(true, "NotGranted", message.clone());
                 }
                 if let Some(granted) = refused.granted() {
                     // It has to honour that: a start does at once, and of an engine that serves the next
@@ -57,7 +57,7 @@ impl VolumeReconciler<'_> {
                     self.send_grant(node, granted);
                 }
                 self.record_grant(Finding::wrong("NotGranted", message));
-                self.decision.again_after(START_CHECK);
+                self.actions.again_after(START_CHECK);
             }
         }
     }
@@ -90,17 +90,15 @@ impl VolumeReconciler<'_> {
             recorded.map(|recorded| remaining(recorded.last_transition_time, START_CHECK, self.context.now));
         let left = left.filter(|left| !left.is_zero());
         if let Some(left) = left {
-            self.decision.again_after(left);
+            self.actions.again_after(left);
         }
         left.is_some()
     }
 
     fn send_grant(&mut self, node: NodeName, view: shorthorn_types::View) {
         let volume = self.stored.spec.volume_name.clone();
-        self.calls_after_store.push((
-            node,
-            AgentCall::Grant { volume, attach: self.stored.status.attach, view: Box::new(view) },
-        ));
+        let call = AgentCall::Grant { volume, attach: self.stored.status.attach, view: Box::new(view) };
+        self.actions.call_after_store(node, call);
     }
 
     fn record_grant(&mut self, finding: Finding) {

@@ -19,7 +19,7 @@ impl VolumeReconciler<'_> {
         }
         if self.engine.is_none() {
             // It was undeleted while the engine that it had before was removed.
-            self.decision.write(Engine::of_new(self.stored, self.context.now));
+            self.actions.write(Engine::of_new(self.stored, self.context.now));
         }
         self.next.status.current_node_id = Some(node);
         self.enter(VolumeState::Attaching);
@@ -58,7 +58,7 @@ impl VolumeReconciler<'_> {
         if let Some(endpoint) = status.endpoint.as_ref().filter(|_| current && status.is_serving()) {
             let node = engine.spec.node_id.as_ref().map_or("", NodeName::as_str);
             let message = format!("the engine serves on node {node}: {endpoint}");
-            self.decision.emit(self.key(), false, "EngineStarted", message);
+            self.actions.emit(false, "EngineStarted", message);
             self.enter(VolumeState::Attached);
             self.maintain_attached();
             return;
@@ -88,7 +88,7 @@ impl VolumeReconciler<'_> {
         if self.waits_for_name() {
             return;
         }
-        self.decision.write(Engine::of_new(self.stored, self.context.now));
+        self.actions.write(Engine::of_new(self.stored, self.context.now));
         self.draw_attach();
     }
 
@@ -109,7 +109,7 @@ impl VolumeReconciler<'_> {
                 self.set_settled_of_start(Finding::wrong("EngineStarting", "the engine is being started"));
             }
             health::Readiness::Wait(left, missing) => {
-                self.decision.again_after(left);
+                self.actions.again_after(left);
                 self.set_settled_of_start(Finding::wrong(
                     "WaitingForReplicas",
                     format!("waiting for replicas: {missing}"),
@@ -141,7 +141,7 @@ impl VolumeReconciler<'_> {
             replica_address_map: targets,
             ..engine.spec.clone()
         };
-        self.decision.write(Engine { spec, ..engine.clone() });
+        self.actions.write(Engine { spec, ..engine.clone() });
     }
 
     /// Draws a new number if the engine of this attachment is gone for good. Returns true if it was lost.
@@ -161,14 +161,9 @@ impl VolumeReconciler<'_> {
         self.enter(VolumeState::Attaching);
         if left.is_zero() {
             self.draw_attach();
-            self.decision.emit(
-                self.key(),
-                true,
-                "EngineLost",
-                format!("{}; attaching again", engine.status.problem()),
-            );
+            self.actions.emit(true, "EngineLost", format!("{}; attaching again", engine.status.problem()));
         } else {
-            self.decision.again_after(left);
+            self.actions.again_after(left);
         }
         true
     }
@@ -191,7 +186,7 @@ impl VolumeReconciler<'_> {
         }
         let (robustness, finding) = health::attached(self.stored, engine, &self.replicas);
         if let Some((reason, message)) = health::new_loss(self.stored, &finding) {
-            self.decision.emit(self.key(), true, reason, message);
+            self.actions.emit(true, reason, message);
         }
         self.set_health(robustness, finding);
     }
@@ -217,10 +212,10 @@ impl VolumeReconciler<'_> {
             };
             let status =
                 ReplicaStatus { current_state: CurrentState::Starting, data, ..replica.status.clone() };
-            self.decision.write(Replica { status, ..replica.clone() });
+            self.actions.write(Replica { status, ..replica.clone() });
             return;
         }
         let spec = ReplicaSpec { desire_state, ..replica.spec.clone() };
-        self.decision.write(Replica { spec, ..replica.clone() });
+        self.actions.write(Replica { spec, ..replica.clone() });
     }
 }

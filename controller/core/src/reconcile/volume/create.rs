@@ -22,7 +22,7 @@ impl VolumeReconciler<'_> {
             return;
         }
         if self.engine.is_none() {
-            self.decision.write(Engine::of_new(self.stored, self.context.now));
+            self.actions.write(Engine::of_new(self.stored, self.context.now));
         }
         let wanted = self.stored.spec.number_of_replicas;
         let created = self.stored.metadata.creation_timestamp;
@@ -49,14 +49,14 @@ impl VolumeReconciler<'_> {
             if missing == 0 {
                 self.next.status.conditions.set(ConditionType::Scheduled, Finding::Well, self.context.now);
                 let message = format!("{wanted} replicas are placed: on {nodes}");
-                self.decision.emit(self.key(), false, "Scheduled", message);
+                self.actions.emit(false, "Scheduled", message);
             } else {
                 let placed = self.replicas.len();
                 let message = format!(
                     "{placed} of {wanted} replicas are placed: on {nodes}; the others are made once the \
                      volume is attached and a place is free"
                 );
-                self.decision.emit(self.key(), true, "ScheduledDegraded", message);
+                self.actions.emit(true, "ScheduledDegraded", message);
             }
             self.set_settled(Finding::Well);
             self.set_health_unknown();
@@ -132,7 +132,7 @@ impl VolumeReconciler<'_> {
     /// Checks again after that time, or later if many volumes wait. An event that may open a place comes
     /// first.
     pub(super) fn check_places_after(&mut self, least: Duration) {
-        self.decision.again_after(waiting_volumes::check_after(self.context.cluster, least));
+        self.actions.again_after(waiting_volumes::check_after(self.context.cluster, least));
     }
 
     pub(super) fn report_unschedulable(&mut self, refusal: &PlacementRefusal) {
@@ -141,7 +141,7 @@ impl VolumeReconciler<'_> {
         }
         let scheduled = self.stored.status.conditions.get(ConditionType::Scheduled);
         if scheduled.is_none_or(|scheduled| scheduled.message != refusal.to_string()) {
-            self.decision.emit(self.key(), true, "NoPlace", refusal.to_string());
+            self.actions.emit(true, "NoPlace", refusal.to_string());
         }
         let finding = Finding::wrong("NoPlace", refusal.to_string());
         self.next.status.conditions.set(ConditionType::Scheduled, finding, self.context.now);
@@ -165,7 +165,7 @@ impl VolumeReconciler<'_> {
     ) {
         let spec = &self.stored.spec;
         let name = ReplicaSpec::instance_name(&spec.volume_name, replica_id);
-        self.decision.write(Replica {
+        self.actions.write(Replica {
             metadata: Metadata::new(name, self.context.now),
             spec: ReplicaSpec {
                 volume_name: spec.volume_name.clone(),

@@ -6,12 +6,12 @@
 //! attached one, and is attached again if it is wanted there again.
 
 use super::{Reachability, VolumeReconciler, reachability};
+use crate::AgentCall;
 use crate::objects::{
     CurrentState, DesireState, Engine, EnginePhase, EngineSpec, EngineStatus, Finding, Key, Kind, Metadata,
     REPLICAS_STOPPING, Replica, Robustness, Volume, VolumeState,
 };
 use crate::reconcile::{Context, engine, is_given_up};
-use crate::{Action, AgentCall};
 
 /// Returns true if no engine of the volume can write any more, so that the data of a deleted volume may be
 /// removed.
@@ -95,7 +95,7 @@ impl VolumeReconciler<'_> {
         }
         if is_current && engine.spec.desire_state != DesireState::Running {
             let spec = EngineSpec { desire_state: DesireState::Running, ..engine.spec.clone() };
-            self.decision.write(Engine { spec, ..engine.clone() });
+            self.actions.write(Engine { spec, ..engine.clone() });
         }
         if !is_current {
             // Replicas may have got the number that was drawn to fence it.
@@ -141,9 +141,9 @@ impl VolumeReconciler<'_> {
             return;
         }
         let (volume, replicas) = (engine.spec.volume_name.clone(), engine.spec.replica_address_map.clone());
-        self.calls_after_store.push((node, AgentCall::UpdateReplicas { volume, attach, replicas, revision }));
+        self.actions.call_after_store(node, AgentCall::UpdateReplicas { volume, attach, replicas, revision });
         let status = EngineStatus { map_revision: revision, ..engine.status.clone() };
-        self.engine_after_store = Some(Engine { status, ..engine.clone() });
+        self.actions.write_engine_after_store(Engine { status, ..engine.clone() });
     }
 
     /// Returns true if no relevant engine runs; requests the stop of one that may run.
@@ -151,7 +151,7 @@ impl VolumeReconciler<'_> {
         let Some(engine) = self.engine else { return true };
         if engine.spec.desire_state != DesireState::Stopped {
             let spec = EngineSpec { desire_state: DesireState::Stopped, ..engine.spec.clone() };
-            self.decision.write(Engine { spec, ..engine.clone() });
+            self.actions.write(Engine { spec, ..engine.clone() });
         } else if engine.status.current_state == CurrentState::Stopped
             || self.is_fenced(engine)
             || is_abandoned(self.stored, engine)
@@ -224,22 +224,22 @@ impl VolumeReconciler<'_> {
                 ));
                 let metadata =
                     Metadata { deletion_timestamp: Some(self.context.now), ..engine.metadata.clone() };
-                self.decision.write(Engine { metadata, ..engine.clone() });
+                self.actions.write(Engine { metadata, ..engine.clone() });
                 return;
             }
             self.engine = None;
         }
         if !left.is_empty() {
             let message = format!("volume is deleted, except for unreachable replicas: {}", left.join(", "));
-            self.decision.emit(self.key(), true, "LeftBehind", message);
+            self.actions.emit(true, "LeftBehind", message);
         }
         // The volume is removed last: while it exists, the next run finds the rest.
         let key = |kind| Key::new(kind, &self.stored.metadata.name);
         if let Some(engine) = self.engine {
             let version = engine.metadata.resource_version;
-            self.decision.actions.push(Action::Remove(key(Kind::Engine), version));
+            self.actions.remove(key(Kind::Engine), version);
         }
-        self.decision.actions.push(Action::Remove(key(Kind::Volume), self.stored.metadata.resource_version));
+        self.actions.remove(key(Kind::Volume), self.stored.metadata.resource_version);
         self.next = self.stored.clone();
     }
 
@@ -249,7 +249,7 @@ impl VolumeReconciler<'_> {
             return;
         }
         let metadata = Metadata { deletion_timestamp: Some(self.context.now), ..replica.metadata.clone() };
-        self.decision.write(Replica { metadata, ..replica.clone() });
+        self.actions.write(Replica { metadata, ..replica.clone() });
     }
 
     fn delete_replicas(&mut self) {

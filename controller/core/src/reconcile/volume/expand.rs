@@ -18,14 +18,14 @@ impl VolumeReconciler<'_> {
         let replicas: Vec<&Replica> = self.replicas.iter().copied().filter(smaller).collect();
         for replica in &replicas {
             let spec = ReplicaSpec { volume_size: size, ..replica.spec.clone() };
-            self.decision.write(Replica { spec, ..(*replica).clone() });
+            self.actions.write(Replica { spec, ..(*replica).clone() });
         }
         if !replicas.is_empty() {
             return true;
         }
         let Some(engine) = self.engine.filter(|engine| engine.spec.volume_size < size) else { return false };
         let spec = EngineSpec { volume_size: size, ..engine.spec.clone() };
-        self.decision.write(Engine { spec, ..engine.clone() });
+        self.actions.write(Engine { spec, ..engine.clone() });
         true
     }
 
@@ -43,7 +43,7 @@ impl VolumeReconciler<'_> {
         if self.has_size() {
             if self.next.status.current_size != Some(size) {
                 self.next.status.current_size = Some(size);
-                self.decision.emit(self.key(), false, "Expanded", format!("volume has {size} bytes now"));
+                self.actions.emit(false, "Expanded", format!("volume has {size} bytes now"));
             }
             if self.next.status.conditions.get(ConditionType::Expanded).is_some() {
                 self.next.status.conditions.set(ConditionType::Expanded, Finding::Well, self.context.now);

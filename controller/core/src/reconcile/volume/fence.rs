@@ -40,12 +40,12 @@ impl VolumeReconciler<'_> {
             Ok(found) if found.needs_grant && (is_salvaging || arbiter.stale_since().is_some()) => {
                 self.send_fence();
                 self.wait_for_fence(trouble, "more than half of its replicas have to refuse its engine");
-                self.decision.again_after(START_CHECK);
+                self.actions.again_after(START_CHECK);
             }
             Ok(_) => {
                 self.next.status.fenced_attach = Some(engine.spec.attach);
                 let message = format!("{trouble}; {} of its replicas refuse its engine now", reports.len());
-                self.decision.emit(self.key(), true, "EngineFenced", message);
+                self.actions.emit(true, "EngineFenced", message);
                 self.wait_for_fence(trouble, "the engine is fenced");
             }
             Err(lacking) => {
@@ -54,7 +54,7 @@ impl VolumeReconciler<'_> {
                     trouble,
                     &format!("to keep it from writing, more replicas are needed: {lacking}"),
                 );
-                self.decision.again_after(START_CHECK);
+                self.actions.again_after(START_CHECK);
             }
         }
     }
@@ -65,7 +65,7 @@ impl VolumeReconciler<'_> {
             if observed_replica(self.context, replica).is_some_and(|shown| shown.attach < Some(attach)) {
                 let (volume, replica_id) = (replica.spec.volume_name.clone(), replica.spec.replica_id);
                 let call = AgentCall::FenceReplica { volume, replica_id, attach };
-                self.calls_after_store.push((replica.spec.node_id.clone(), call));
+                self.actions.call_after_store(replica.spec.node_id.clone(), call);
             }
         }
     }

@@ -1,5 +1,6 @@
 //! The life of a volume: its state machine, one step per run.
 
+mod actions;
 mod arbiter;
 mod attach;
 mod create;
@@ -17,9 +18,10 @@ pub(super) use detach::engine_is_over;
 pub use display::is_noticeable;
 pub(super) use replace::may_go;
 
+use self::actions::StagedActions;
 use super::{Context, Reachability, engine, health, quiet_left, reachability, remaining};
+use crate::Decision;
 use crate::objects::{ConditionType, Engine, Finding, Key, Kind, Replica, Robustness, Volume, VolumeState};
-use crate::{Action, AgentCall, Decision, NodeName};
 
 /// The word for programs of a deletion that a PersistentVolume holds up.
 const DELETION_HELD: &str = "DeletionHeld";
@@ -27,18 +29,14 @@ const DELETION_HELD: &str = "DeletionHeld";
 /// The word for programs of a volume that waits for an object that the controller cannot use.
 const OBJECT_UNKNOWN: &str = "ObjectUnknown";
 
-/// A run over a volume: its stored state, the new one, and the decisions so far.
+/// A run over a volume: its stored state, the new one, and the actions so far.
 struct VolumeReconciler<'a> {
     context: &'a Context<'a>,
     stored: &'a Volume,
     next: Volume,
     engine: Option<&'a Engine>,
     replicas: Vec<&'a Replica>,
-    decision: Decision,
-    /// The calls to make once the new state is stored.
-    calls_after_store: Vec<(NodeName, AgentCall)>,
-    /// The engine object to write after these calls.
-    engine_after_store: Option<Engine>,
+    actions: StagedActions,
 }
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
@@ -51,9 +49,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         // that one.
         engine: context.cluster.engines.get(name).filter(|engine| !engine::is_left_behind(context, engine)),
         replicas: context.cluster.replicas_of(&stored.spec.volume_name).collect(),
-        decision: Decision::nothing(),
-        calls_after_store: Vec::new(),
-        engine_after_store: None,
+        actions: StagedActions::new(name),
     };
     match context.cluster.unknown(&Key::new(Kind::Engine, name)) {
         // It may write: nothing that follows from its state can be decided.
@@ -61,22 +57,8 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         None => reconciler.step(),
     }
     reconciler.show();
-    // Events are sent once the result is stored: a run whose write fails is repeated, with all of its events.
-    let is_event = |action: &Action| matches!(action, Action::Emit(_));
-    let (events, mut actions): (Vec<Action>, Vec<Action>) =
-        std::mem::take(&mut reconciler.decision.actions).into_iter().partition(is_event);
-    if reconciler.next != *reconciler.stored {
-        actions.push(Action::Write(Box::new(reconciler.next.into())));
-    }
-    actions.extend(events);
-    reconciler.decision.actions = actions;
-    for (node, call) in reconciler.calls_after_store {
-        reconciler.decision.call(&node, call);
-    }
-    if let Some(engine) = reconciler.engine_after_store {
-        reconciler.decision.write(engine);
-    }
-    reconciler.decision
+    let changed = Some(reconciler.next).filter(|next| next != reconciler.stored);
+    reconciler.actions.finish(changed)
 }
 
 impl VolumeReconciler<'_> {
@@ -112,7 +94,7 @@ impl VolumeReconciler<'_> {
         );
         let accepted = self.stored.status.conditions.get(ConditionType::Accepted);
         if accepted.is_none_or(|accepted| accepted.status || accepted.message != message) {
-            self.decision.emit(self.key(), true, DELETION_HELD, message.clone());
+            self.actions.emit(true, DELETION_HELD, message.clone());
         }
         let finding = Finding::wrong(DELETION_HELD, message);
         self.next.status.conditions.set(ConditionType::Accepted, finding, self.context.now);
@@ -149,17 +131,13 @@ impl VolumeReconciler<'_> {
         }
     }
 
-    fn key(&self) -> Key {
-        Key::new(Kind::Volume, &self.stored.metadata.name)
-    }
-
     fn enter(&mut self, state: VolumeState) {
         if self.next.status.state != state {
             self.next.status.state = state;
             let node = self.next.status.current_node_id.as_ref();
             let at = node.map(|node| format!(", node {node}")).unwrap_or_default();
             let message = format!("volume is {}{at}", state.as_str());
-            self.decision.emit(self.key(), false, reason(state), message);
+            self.actions.emit(false, reason(state), message);
         }
     }
 
@@ -183,7 +161,7 @@ impl VolumeReconciler<'_> {
         if left.is_zero() {
             self.set_settled(finding);
         } else {
-            self.decision.again_after(left);
+            self.actions.again_after(left);
         }
     }
 
@@ -204,7 +182,7 @@ impl VolumeReconciler<'_> {
                 Finding::Well => format!("volume is {}", robustness.as_str()),
                 Finding::Wrong(_, message) => format!("volume is {}: {message}", robustness.as_str()),
             };
-            self.decision.emit(self.key(), worse, health_reason(robustness), message);
+            self.actions.emit(worse, health_reason(robustness), message);
         }
         self.next.status.conditions.set(ConditionType::Healthy, finding, self.context.now);
     }

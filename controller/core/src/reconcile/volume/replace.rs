@@ -167,7 +167,7 @@ impl<'a> VolumeReconciler<'a> {
         self.ask_for_deletion(replica);
         let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
         let message = format!("replica {name} on {node} is no longer needed: deleting its data");
-        self.decision.emit(self.key(), false, "ReplicaRetired", message);
+        self.actions.emit(false, "ReplicaRetired", message);
     }
 
     /// Places one more replica if one is missing or lost; one at a time.
@@ -224,12 +224,12 @@ impl<'a> VolumeReconciler<'a> {
             (None, Some(wait)) => self.check_places_after(wait),
             (None, None) => {
                 let spec = ReplicaSpec { eviction_requested: false, ..replica.spec.clone() };
-                self.decision.write(Replica { spec, ..replica.clone() });
+                self.actions.write(Replica { spec, ..replica.clone() });
                 let message = format!(
                     "replica {} stays on {}: no place is better",
                     replica.metadata.name, replica.spec.node_id
                 );
-                self.decision.emit(self.key(), false, "ReplicaStays", message);
+                self.actions.emit(false, "ReplicaStays", message);
             }
         }
     }
@@ -256,7 +256,7 @@ impl<'a> VolumeReconciler<'a> {
         let left = live.iter().filter_map(|replica| replica.status.lost_since);
         let left = left.map(|since| remaining(since, limit, self.context.now));
         if let Some(left) = left.filter(|left| !left.is_zero()).min() {
-            self.decision.again_after(left);
+            self.actions.again_after(left);
         }
     }
 
@@ -316,7 +316,7 @@ impl<'a> VolumeReconciler<'a> {
             (None, None) => "the volume has fewer than configured".to_owned(),
         };
         let message = format!("a new replica is made on {}: {why}", placement.node);
-        self.decision.emit(self.key(), false, "ReplicaReplaced", message);
+        self.actions.emit(false, "ReplicaReplaced", message);
         let id = ReplicaId::from_random(self.context.random[0]);
         self.write_replica(placement, id, DesireState::Running);
         self.report_enough();
@@ -351,7 +351,7 @@ impl<'a> VolumeReconciler<'a> {
         if running && targets != *known && !targets.is_empty() {
             let map_revision = engine.spec.map_revision + 1;
             let spec = EngineSpec { replica_address_map: targets, map_revision, ..engine.spec.clone() };
-            self.decision.write(Engine { spec, ..engine.clone() });
+            self.actions.write(Engine { spec, ..engine.clone() });
         }
     }
 }

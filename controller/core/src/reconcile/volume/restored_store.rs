@@ -39,7 +39,7 @@ impl VolumeReconciler<'_> {
              restored from a backup. The next attachment is {next}; nothing is granted until it is served by \
              more than half of the replicas"
         );
-        self.decision.emit(self.key(), true, "RecordStale", message.clone());
+        self.actions.emit(true, "RecordStale", message.clone());
         self.set_settled(Finding::wrong("RecordStale", message));
         true
     }
@@ -66,9 +66,9 @@ impl VolumeReconciler<'_> {
                 let view = arbiter.granted().map(|view| view.to_string()).unwrap_or_default();
                 self.next.status.arbiter = arbiter;
                 let message = format!("view {view} is served by more than half: the arbiter grants again");
-                self.decision.emit(self.key(), false, "RecordRenewed", message);
+                self.actions.emit(false, "RecordRenewed", message);
             }
-            None => self.decision.again_after(START_CHECK),
+            None => self.actions.again_after(START_CHECK),
         }
     }
 }

@@ -69,7 +69,7 @@ impl VolumeReconciler<'_> {
                 return;
             }
         }
-        self.decision.call(
+        self.actions.call(
             &chosen.spec.node_id,
             AgentCall::SalvageReplica {
                 disk_path: chosen.spec.disk_path.clone(),
@@ -86,7 +86,7 @@ impl VolumeReconciler<'_> {
                 if is_chosen { None } else { replica.status.failed_at.or(Some(self.context.now)) };
             if failed_at != replica.status.failed_at {
                 let status = ReplicaStatus { failed_at, ..replica.status.clone() };
-                self.decision.write(Replica { status, ..(*replica).clone() });
+                self.actions.write(Replica { status, ..(*replica).clone() });
             }
         }
         self.next.status.salvage = Some(Salvage { done: true, ..salvage.clone() });
@@ -95,6 +95,6 @@ impl VolumeReconciler<'_> {
             "replica {} on {} is the volume now, as {} decided ({}); {}",
             chosen.metadata.name, chosen.spec.node_id, salvage.by, salvage.reason, salvage.losses
         );
-        self.decision.emit(self.key(), true, "Salvaged", message);
+        self.actions.emit(true, "Salvaged", message);
     }
 }
