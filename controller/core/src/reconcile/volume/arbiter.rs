@@ -36,8 +36,7 @@ impl VolumeReconciler<'_> {
                         view.members
                     );
                     self.actions.emit(true, "Granted", message);
-                    self.next.status.arbiter = granted;
-                    self.next.status.grant_unreported = true;
+                    self.status.grant(granted);
                 }
                 let message = format!("Frozen: waiting for the arbiter, which has granted view {view}");
                 self.record_grant(Finding::wrong(WAITING, message));
@@ -77,14 +76,14 @@ impl VolumeReconciler<'_> {
             served.members.contains(replica.spec.replica_id) || replica.status.failed_at.is_some()
         };
         if served.id >= granted.id && is_stored && self.replicas.iter().all(has_left) {
-            self.next.status.grant_unreported = false;
+            self.status.set_grant_reported();
         }
     }
 
     /// Returns true if the engine is just getting a grant, or continues with one. A volume that continues at
     /// once is not reported as frozen. The reconciler looks again when the engine should have continued.
     pub(super) fn is_being_granted(&mut self) -> bool {
-        let recorded = self.next.status.conditions.get(ConditionType::Granted);
+        let recorded = self.status.condition(ConditionType::Granted);
         let recorded = recorded.filter(|recorded| recorded.status || recorded.reason == WAITING);
         let left =
             recorded.map(|recorded| remaining(recorded.last_transition_time, START_CHECK, self.context.now));
@@ -102,7 +101,7 @@ impl VolumeReconciler<'_> {
     }
 
     fn record_grant(&mut self, finding: Finding) {
-        self.next.status.conditions.set(ConditionType::Granted, finding, self.context.now);
+        self.status.set(ConditionType::Granted, finding);
     }
 
     /// Returns the grant that the engine of the current attachment waits for, and its node.

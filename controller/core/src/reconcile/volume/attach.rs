@@ -21,10 +21,10 @@ impl VolumeReconciler<'_> {
             // It was undeleted while the engine that it had before was removed.
             self.actions.write(Engine::of_new(self.stored, self.context.now));
         }
-        self.next.status.current_node_id = Some(node);
+        self.status.set_node(node);
         self.enter(VolumeState::Attaching);
         self.draw_attach();
-        self.next.status.attached_since = Some(self.next.status.attach);
+        self.status.begin_stay();
         self.set_settled(Finding::wrong("Attaching", "the replicas are being started, and then the engine"));
     }
 
@@ -34,8 +34,7 @@ impl VolumeReconciler<'_> {
         let of_engine = self.engine.map(|engine| engine.spec.attach);
         let reported = reported_attach(self.context, self.stored, &self.replicas);
         let known = reported.max(of_engine).unwrap_or_default();
-        self.next.status.attach = self.next.status.attach.max(known) + 1;
-        self.next.status.attach_started_at = Some(self.context.now);
+        self.status.draw_attach(known);
     }
 
     /// Starts the replicas, then the engine, then the device.

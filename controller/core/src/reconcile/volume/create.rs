@@ -40,14 +40,13 @@ impl VolumeReconciler<'_> {
             return;
         }
         if self.engine.is_some() {
-            // From now on this list is a fact of the volume's history, even if its replicas change.
-            self.next.status.first_members =
-                self.replicas.iter().map(|replica| replica.spec.replica_id).collect();
+            let members = self.replicas.iter().map(|replica| replica.spec.replica_id);
+            self.status.set_first_members(members.collect());
             let nodes: Vec<&str> =
                 self.replicas.iter().map(|replica| replica.spec.node_id.as_str()).collect();
             let nodes = nodes.join(", ");
             if missing == 0 {
-                self.next.status.conditions.set(ConditionType::Scheduled, Finding::Well, self.context.now);
+                self.status.set(ConditionType::Scheduled, Finding::Well);
                 let message = format!("{wanted} replicas are placed: on {nodes}");
                 self.actions.emit(false, "Scheduled", message);
             } else {
@@ -112,7 +111,7 @@ impl VolumeReconciler<'_> {
     ) -> bool {
         if refusal.placed == present {
             let finding = Finding::wrong("NoPlace", refusal.to_string());
-            self.next.status.conditions.set(ConditionType::Scheduled, finding, self.context.now);
+            self.status.set(ConditionType::Scheduled, finding);
             return true;
         }
         let mut nodes = scheduler::candidates(self.context.cluster, self.context.agents, self.stored);
@@ -144,7 +143,7 @@ impl VolumeReconciler<'_> {
             self.actions.emit(true, "NoPlace", refusal.to_string());
         }
         let finding = Finding::wrong("NoPlace", refusal.to_string());
-        self.next.status.conditions.set(ConditionType::Scheduled, finding, self.context.now);
+        self.status.set(ConditionType::Scheduled, finding);
     }
 
     /// Returns the time that recently unreachable nodes may still take, which are all nodes when the

@@ -40,7 +40,7 @@ impl VolumeReconciler<'_> {
             return;
         }
         let is_wanted = self.stored.spec.node_id.is_some();
-        self.next.status.current_node_id = None;
+        self.status.leave_node();
         self.enter(VolumeState::Detached);
         self.set_health_unknown();
         if is_wanted {
@@ -187,7 +187,7 @@ impl VolumeReconciler<'_> {
     /// arbiter grants it nothing any more.
     fn abandon(&mut self, engine: &Engine) {
         self.draw_attach();
-        self.next.status.abandoned_attach = Some(engine.spec.attach);
+        self.status.set_abandoned(engine.spec.attach);
         self.set_settled(Finding::wrong(
             "Deleting",
             "the engine is on a node that is given up, and is not waited for",
@@ -240,7 +240,7 @@ impl VolumeReconciler<'_> {
             self.actions.remove(key(Kind::Engine), version);
         }
         self.actions.remove(key(Kind::Volume), self.stored.metadata.resource_version);
-        self.next = self.stored.clone();
+        self.status.discard();
     }
 
     /// Writes nothing else: a store may take a deletion and other changes by calls of their own.

@@ -2,7 +2,9 @@
 
 use super::VolumeReconciler;
 use crate::NodeName;
-use crate::objects::{ConditionType, CurrentState, Display, Engine, Finding, Replica, Volume, VolumeState};
+use crate::objects::{
+    ConditionType, CurrentState, Display, Engine, Finding, Replica, VolumeSpec, VolumeState, VolumeStatus,
+};
 use crate::observed::{Agents, Detail, InstanceKey};
 use crate::reconcile::quiet_left;
 
@@ -28,32 +30,33 @@ impl VolumeReconciler<'_> {
     /// Updates the displayed fields. A start does not change them as long as its steps are not stored.
     pub(super) fn show(&mut self) {
         self.record_program();
-        self.next.status.conditions.observe(self.stored.metadata.generation);
-        if self.next.status.state == VolumeState::Attaching
+        self.status.observe_generation();
+        if self.status.decided().state == VolumeState::Attaching
             && !quiet_left(self.context, Some(self.stored)).is_zero()
         {
             return;
         }
         let found = self.replicas.iter().filter_map(|replica| allocated_bytes(self.context.agents, replica));
         if let Some(found) = found.max()
-            && is_noticeable(self.next.status.actual_size.unwrap_or_default(), found)
+            && is_noticeable(self.status.decided().actual_size.unwrap_or_default(), found)
         {
-            self.next.status.actual_size = Some(found).filter(|bytes| *bytes > 0);
+            self.status.set_actual_size(found);
         }
-        self.next.status.display = display(&self.next, self.engine);
+        let shown = display(&self.stored.spec, self.status.decided(), self.engine);
+        self.status.set_display(shown);
     }
 
     /// Records whether the engine runs the program that is installed on its node. A volume whose engine
     /// always did has no such condition. Until the programs are compared, the condition stays as it is.
     fn record_program(&mut self) {
         let running = self.engine.filter(|engine| engine.status.current_state == CurrentState::Running);
-        let has_condition = self.next.status.conditions.get(ConditionType::EngineCurrent).is_some();
+        let has_condition = self.status.condition(ConditionType::EngineCurrent).is_some();
         let finding = match running.map(|engine| (engine, engine.status.needs_upgrade)) {
             Some((engine, Some(true))) => upgrade_finding(engine),
             Some((_, Some(false))) | None if has_condition => Finding::Well,
             _ => return,
         };
-        self.next.status.conditions.set(ConditionType::EngineCurrent, finding, self.context.now);
+        self.status.set(ConditionType::EngineCurrent, finding);
     }
 }
 
@@ -84,8 +87,7 @@ pub fn is_noticeable(stored_bytes: u64, found_bytes: u64) -> bool {
     is_first || stored_bytes.abs_diff(found_bytes) >= least_bytes
 }
 
-fn display(volume: &Volume, engine: Option<&Engine>) -> Display {
-    let (spec, status) = (&volume.spec, &volume.status);
+fn display(spec: &VolumeSpec, status: &VolumeStatus, engine: Option<&Engine>) -> Display {
     let is_served = matches!(status.state, VolumeState::Attached | VolumeState::Detaching);
     let engine = engine.filter(|engine| is_served && engine.status.is_serving());
     let replicas = match engine {

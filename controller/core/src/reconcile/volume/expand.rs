@@ -35,23 +35,22 @@ impl VolumeReconciler<'_> {
         if self.stored.is_deleting() {
             return;
         }
-        if self.next.status.current_size.is_none() {
+        if self.status.decided().current_size.is_none() {
             // From here on the size that is wanted may be changed alone.
-            self.next.status.current_size = Some(size);
+            self.status.set_current_size(size);
             return;
         }
         if self.has_size() {
-            if self.next.status.current_size != Some(size) {
-                self.next.status.current_size = Some(size);
+            if self.status.set_current_size(size) {
                 self.actions.emit(false, "Expanded", format!("volume has {size} bytes now"));
             }
-            if self.next.status.conditions.get(ConditionType::Expanded).is_some() {
-                self.next.status.conditions.set(ConditionType::Expanded, Finding::Well, self.context.now);
+            if self.status.condition(ConditionType::Expanded).is_some() {
+                self.status.set(ConditionType::Expanded, Finding::Well);
             }
             return;
         }
         let finding = self.find_expansion();
-        self.next.status.conditions.set(ConditionType::Expanded, finding, self.context.now);
+        self.status.set(ConditionType::Expanded, finding);
     }
 
     fn has_size(&self) -> bool {
@@ -61,7 +60,7 @@ impl VolumeReconciler<'_> {
                 && engine.status.seen_attach == engine.spec.attach
                 && engine.status.is_serving()
         });
-        match self.next.status.state {
+        match self.status.decided().state {
             VolumeState::Creating | VolumeState::Detached => true,
             _ if self.stored.status.current_size >= Some(size) => true,
             _ => engine.is_some_and(|engine| engine.status.current_size >= Some(size)),
@@ -80,7 +79,7 @@ impl VolumeReconciler<'_> {
         }
         match obstacle {
             Some(obstacle) => Finding::wrong("Expanding", obstacle),
-            _ if self.next.status.state == VolumeState::Attached => {
+            _ if self.status.decided().state == VolumeState::Attached => {
                 Finding::wrong("Expanding", "the replicas and the device are being made larger")
             }
             _ => Finding::wrong("Expanding", "the replicas are made larger when the volume is attached"),

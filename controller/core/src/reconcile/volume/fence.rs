@@ -43,7 +43,7 @@ impl VolumeReconciler<'_> {
                 self.actions.again_after(START_CHECK);
             }
             Ok(_) => {
-                self.next.status.fenced_attach = Some(engine.spec.attach);
+                self.status.set_fenced(engine.spec.attach);
                 let message = format!("{trouble}; {} of its replicas refuse its engine now", reports.len());
                 self.actions.emit(true, "EngineFenced", message);
                 self.wait_for_fence(trouble, "the engine is fenced");

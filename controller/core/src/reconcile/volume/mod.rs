@@ -12,6 +12,7 @@ mod replace;
 mod reports;
 mod restored_store;
 mod salvage;
+mod status_update;
 mod surplus;
 
 pub(super) use detach::engine_is_over;
@@ -19,6 +20,7 @@ pub use display::is_noticeable;
 pub(super) use replace::may_go;
 
 use self::actions::StagedActions;
+use self::status_update::StatusUpdate;
 use super::{Context, Reachability, engine, health, quiet_left, reachability, remaining};
 use crate::Decision;
 use crate::objects::{ConditionType, Engine, Finding, Key, Kind, Replica, Robustness, Volume, VolumeState};
@@ -29,11 +31,11 @@ const DELETION_HELD: &str = "DeletionHeld";
 /// The word for programs of a volume that waits for an object that the controller cannot use.
 const OBJECT_UNKNOWN: &str = "ObjectUnknown";
 
-/// A run over a volume: its stored state, the new one, and the actions so far.
+/// A run over a volume: its stored state, and the new status and the actions so far.
 struct VolumeReconciler<'a> {
     context: &'a Context<'a>,
     stored: &'a Volume,
-    next: Volume,
+    status: StatusUpdate<'a>,
     engine: Option<&'a Engine>,
     replicas: Vec<&'a Replica>,
     actions: StagedActions,
@@ -44,7 +46,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let mut reconciler = VolumeReconciler {
         context,
         stored,
-        next: stored.clone(),
+        status: StatusUpdate::new(stored, context.now),
         // The engine that an earlier volume of the name has left behind is not its own: it has a number of
         // that one.
         engine: context.cluster.engines.get(name).filter(|engine| !engine::is_left_behind(context, engine)),
@@ -57,8 +59,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         None => reconciler.step(),
     }
     reconciler.show();
-    let changed = Some(reconciler.next).filter(|next| next != reconciler.stored);
-    reconciler.actions.finish(changed)
+    reconciler.actions.finish(reconciler.status.finish())
 }
 
 impl VolumeReconciler<'_> {
@@ -67,7 +68,7 @@ impl VolumeReconciler<'_> {
             self.hold_deletion(persistent_volume);
         } else if self.stored.status.conditions.get(ConditionType::Accepted).is_some() {
             // The volume was refused once; a volume that comes here is valid.
-            self.next.status.conditions.set(ConditionType::Accepted, Finding::Well, self.context.now);
+            self.status.set(ConditionType::Accepted, Finding::Well);
         }
         // A volume whose device is in use continues until it can be stopped, even if it is deleted.
         if !self.stored.is_deleting() || !engine_is_over(self.context, self.stored) {
@@ -97,7 +98,7 @@ impl VolumeReconciler<'_> {
             self.actions.emit(true, DELETION_HELD, message.clone());
         }
         let finding = Finding::wrong(DELETION_HELD, message);
-        self.next.status.conditions.set(ConditionType::Accepted, finding, self.context.now);
+        self.status.set(ConditionType::Accepted, finding);
     }
 
     fn advance(&mut self) {
@@ -132,9 +133,8 @@ impl VolumeReconciler<'_> {
     }
 
     fn enter(&mut self, state: VolumeState) {
-        if self.next.status.state != state {
-            self.next.status.state = state;
-            let node = self.next.status.current_node_id.as_ref();
+        if self.status.enter(state) {
+            let node = self.status.decided().current_node_id.as_ref();
             let at = node.map(|node| format!(", node {node}")).unwrap_or_default();
             let message = format!("volume is {}{at}", state.as_str());
             self.actions.emit(false, reason(state), message);
@@ -152,7 +152,7 @@ impl VolumeReconciler<'_> {
 
     /// Records the event that the volume waits for, if any.
     fn set_settled(&mut self, finding: Finding) {
-        self.next.status.conditions.set(ConditionType::Settled, finding, self.context.now);
+        self.status.set(ConditionType::Settled, finding);
     }
 
     /// Records like [`VolumeReconciler::set_settled`], but not for a start that may soon be over.
@@ -168,23 +168,22 @@ impl VolumeReconciler<'_> {
     /// Records why the robustness of a detached volume is not known. That is not a problem, so it is not
     /// reported.
     fn set_health_unknown(&mut self) {
-        self.next.status.robustness = Robustness::Unknown;
+        self.status.set_robustness(Robustness::Unknown);
         let message = "the volume is not attached, and only its engine knows which replicas have all data";
         let finding = Finding::wrong("NotAttached", message);
-        self.next.status.conditions.set(ConditionType::Healthy, finding, self.context.now);
+        self.status.set(ConditionType::Healthy, finding);
     }
 
     fn set_health(&mut self, robustness: Robustness, finding: Finding) {
         let worse = matches!(robustness, Robustness::Degraded | Robustness::Faulted);
-        if self.next.status.robustness != robustness {
-            self.next.status.robustness = robustness;
+        if self.status.set_robustness(robustness) {
             let message = match &finding {
                 Finding::Well => format!("volume is {}", robustness.as_str()),
                 Finding::Wrong(_, message) => format!("volume is {}: {message}", robustness.as_str()),
             };
             self.actions.emit(worse, health_reason(robustness), message);
         }
-        self.next.status.conditions.set(ConditionType::Healthy, finding, self.context.now);
+        self.status.set(ConditionType::Healthy, finding);
     }
 }
 

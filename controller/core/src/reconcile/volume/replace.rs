@@ -238,16 +238,12 @@ impl<'a> VolumeReconciler<'a> {
     /// replaced one is removed.
     fn report_full(&mut self) {
         let message = format!("the volume has {MAX_MEMBERS} replicas, the maximum of an engine");
-        self.next.status.conditions.set(
-            ConditionType::Scheduled,
-            Finding::wrong("TooManyReplicas", message),
-            self.context.now,
-        );
+        self.status.set(ConditionType::Scheduled, Finding::wrong("TooManyReplicas", message));
     }
 
     fn report_enough(&mut self) {
         if !self.stored.status.conditions.is_true(ConditionType::Scheduled) {
-            self.next.status.conditions.set(ConditionType::Scheduled, Finding::Well, self.context.now);
+            self.status.set(ConditionType::Scheduled, Finding::Well);
         }
     }
 

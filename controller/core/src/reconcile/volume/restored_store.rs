@@ -28,9 +28,8 @@ impl VolumeReconciler<'_> {
             return false;
         }
         self.draw_attach();
-        let status = &mut self.next.status;
-        status.arbiter = status.arbiter.stale(status.attach);
-        let next = status.attach;
+        self.status.mark_arbiter_stale();
+        let next = self.status.decided().attach;
         if self.stored.status.state == VolumeState::Attached {
             self.enter(VolumeState::Attaching);
         }
@@ -64,7 +63,7 @@ impl VolumeReconciler<'_> {
         match renewed {
             Some(arbiter) => {
                 let view = arbiter.granted().map(|view| view.to_string()).unwrap_or_default();
-                self.next.status.arbiter = arbiter;
+                self.status.renew_arbiter(arbiter);
                 let message = format!("view {view} is served by more than half: the arbiter grants again");
                 self.actions.emit(false, "RecordRenewed", message);
             }

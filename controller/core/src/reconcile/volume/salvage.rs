@@ -89,7 +89,7 @@ impl VolumeReconciler<'_> {
                 self.actions.write(Replica { status, ..(*replica).clone() });
             }
         }
-        self.next.status.salvage = Some(Salvage { done: true, ..salvage.clone() });
+        self.status.complete_salvage();
         self.set_settled(Finding::Well);
         let message = format!(
             "replica {} on {} is the volume now, as {} decided ({}); {}",
