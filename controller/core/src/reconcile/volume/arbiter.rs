@@ -3,9 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::VolumeReconciler;
-use super::reports::served_view;
 use crate::objects::{ConditionType, Finding, MemberMode, Replica};
-use crate::observed::{Detail, GrantWanted, InstanceKey};
 use crate::reconcile::{GRANT_CHECK, START_CHECK, remaining};
 use crate::{AgentCall, NodeName};
 
@@ -17,13 +15,12 @@ impl VolumeReconciler<'_> {
     /// reports that it waits. It does so after [`GRANT_CHECK`] or [`START_CHECK`], and after growing pauses
     /// if the agent cannot be called.
     pub(super) fn arbitrate(&mut self) {
-        let Some((node, wanted)) = self.grant_wanted() else {
+        let Some((node, wanted)) = self.objects.grant_wanted() else {
             if self.stored.status.conditions.get(ConditionType::Granted).is_some() {
                 self.record_grant(Finding::Well);
             }
             return;
         };
-        let (node, wanted) = (node.clone(), wanted.clone());
         let attach = self.stored.status.attach;
         let arbiter = &self.stored.status.arbiter;
         match arbiter.ask(attach, wanted.view, &wanted.honoured, &wanted.stored) {
@@ -40,7 +37,7 @@ impl VolumeReconciler<'_> {
                 }
                 let message = format!("Frozen: waiting for the arbiter, which has granted view {view}");
                 self.record_grant(Finding::wrong(WAITING, message));
-                self.send_grant(node, view);
+                self.send_grant(node.clone(), view);
                 self.actions.again_after(GRANT_CHECK);
             }
             Err(refused) => {
@@ -53,7 +50,7 @@ impl VolumeReconciler<'_> {
                     // It has to honour that: a start does at once, and of an engine that serves the next
                     // process does. The controller repeats it for as long as the engine asks. Nothing else
                     // shows that an answer was lost, and a start without it waits for ever.
-                    self.send_grant(node, granted);
+                    self.send_grant(node.clone(), granted);
                 }
                 self.record_grant(Finding::wrong("NotGranted", message));
                 self.actions.again_after(START_CHECK);
@@ -65,8 +62,9 @@ impl VolumeReconciler<'_> {
     pub(super) fn record_reported_grant(&mut self) {
         let status = &self.stored.status;
         let (Some(granted), true) = (status.arbiter.granted(), status.grant_unreported) else { return };
-        let served = served_view(self.context, self.stored, self.engine, &self.replicas);
-        let (Some(served), Some(engine)) = (served, self.engine) else { return };
+        let (Some(served), Some(engine)) = (self.objects.served_view(), self.objects.engine()) else {
+            return;
+        };
         let members = engine.status.replica_mode_map.iter();
         let members = members.filter(|(_, member)| member.mode == MemberMode::Member).map(|(id, _)| *id);
         let is_stored = members.collect::<BTreeSet<_>>() == served.members.iter().collect()
@@ -75,7 +73,7 @@ impl VolumeReconciler<'_> {
         let has_left = |replica: &&Replica| {
             served.members.contains(replica.spec.replica_id) || replica.status.failed_at.is_some()
         };
-        if served.id >= granted.id && is_stored && self.replicas.iter().all(has_left) {
+        if served.id >= granted.id && is_stored && self.objects.replicas().iter().all(has_left) {
             self.status.set_grant_reported();
         }
     }
@@ -102,18 +100,5 @@ impl VolumeReconciler<'_> {
 
     fn record_grant(&mut self, finding: Finding) {
         self.status.set(ConditionType::Granted, finding);
-    }
-
-    /// Returns the grant that the engine of the current attachment waits for, and its node.
-    fn grant_wanted(&self) -> Option<(&NodeName, &GrantWanted)> {
-        let node = self.engine?.spec.node_id.as_ref()?;
-        let agent = self.context.agents.get(node).filter(|agent| agent.is_synced())?;
-        let instance = agent.instances.get(&InstanceKey::engine(&self.stored.spec.volume_name))?;
-        match &instance.detail {
-            Detail::Engine(shown) if shown.attach == Some(self.stored.status.attach) => {
-                shown.grant_wanted().map(|wanted| (node, wanted))
-            }
-            _ => None,
-        }
     }
 }

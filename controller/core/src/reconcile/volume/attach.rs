@@ -2,7 +2,6 @@ use std::collections::BTreeMap;
 
 use shorthorn_types::ReplicaId;
 
-use super::reports::reported_attach;
 use super::{VolumeReconciler, health, remaining};
 use crate::objects::{
     CurrentState, DataState, DesireState, Engine, EnginePhase, EngineSpec, Finding, Replica, ReplicaSpec,
@@ -17,7 +16,7 @@ impl VolumeReconciler<'_> {
         if self.waits_for_name() {
             return;
         }
-        if self.engine.is_none() {
+        if self.objects.engine().is_none() {
             // It was undeleted while the engine that it had before was removed.
             self.actions.write(Engine::of_new(self.stored, self.context.now));
         }
@@ -31,16 +30,13 @@ impl VolumeReconciler<'_> {
     /// Draws a number above all that any reachable process knows, because the store may be older than the
     /// volume, and above that of its engine.
     pub(super) fn draw_attach(&mut self) {
-        let of_engine = self.engine.map(|engine| engine.spec.attach);
-        let reported = reported_attach(self.context, self.stored, &self.replicas);
-        let known = reported.max(of_engine).unwrap_or_default();
-        self.status.draw_attach(known);
+        self.status.draw_attach(self.objects.known_attach());
     }
 
     /// Starts the replicas, then the engine, then the device.
     pub(super) fn attach(&mut self) {
         self.want_replicas(DesireState::Running);
-        let Some(engine) = self.engine else {
+        let Some(engine) = self.objects.engine() else {
             self.make_engine();
             return;
         };
@@ -64,11 +60,12 @@ impl VolumeReconciler<'_> {
         }
         if current {
             // The engine may wait for a replica that returns at another address.
-            self.send_replica_addresses(engine, &self.replicas.clone());
+            let replicas = self.objects.replicas().to_vec();
+            self.send_replica_addresses(engine, &replicas);
         }
         let frozen = current && status.phase == Some(EnginePhase::Frozen) && !self.is_being_granted();
         if status.current_state == CurrentState::Error || frozen {
-            let (robustness, finding) = health::attached(self.stored, engine, &self.replicas);
+            let (robustness, finding) = health::attached(self.stored, engine, self.objects.replicas());
             self.set_health(robustness, finding.clone());
             self.set_settled(finding);
         } else {
@@ -100,9 +97,9 @@ impl VolumeReconciler<'_> {
         };
         let first_members = &self.stored.status.first_members;
         // An engine that never existed needs no fence.
-        let node_was_lost = engine.spec.attach > 0 && self.is_fenced(engine);
+        let node_was_lost = engine.spec.attach > 0 && self.objects.is_fenced(engine);
         let unknown = self.context.cluster.unknown_members_of(&self.stored.metadata.name).collect();
-        match health::readiness(&self.replicas, unknown, first_members, &node, left, node_was_lost) {
+        match health::readiness(self.objects.replicas(), unknown, first_members, &node, left, node_was_lost) {
             health::Readiness::Ready(targets) => {
                 self.write_launch(engine, node, targets);
                 self.set_settled_of_start(Finding::wrong("EngineStarting", "the engine is being started"));
@@ -125,7 +122,7 @@ impl VolumeReconciler<'_> {
     fn write_launch(&mut self, engine: &Engine, node: NodeName, targets: BTreeMap<ReplicaId, ReplicaTarget>) {
         let moves = engine.spec.node_id.as_ref() != Some(&node);
         let stopped = engine.spec.desire_state == DesireState::Stopped
-            && (engine.status.current_state == CurrentState::Stopped || self.is_fenced(engine));
+            && (engine.status.current_state == CurrentState::Stopped || self.objects.is_fenced(engine));
         // An engine that may still write on another node is stopped or fenced there first: detaching does
         // that.
         if moves && !stopped {
@@ -169,7 +166,7 @@ impl VolumeReconciler<'_> {
 
     /// Keeps an attached volume's robustness up to date.
     pub(super) fn maintain_attached(&mut self) {
-        let Some(engine) = self.engine else { return };
+        let Some(engine) = self.objects.engine() else { return };
         if self.replace_lost_engine(engine) {
             return;
         }
@@ -183,7 +180,7 @@ impl VolumeReconciler<'_> {
         if engine.status.phase == Some(EnginePhase::Frozen) && self.is_being_granted() {
             return;
         }
-        let (robustness, finding) = health::attached(self.stored, engine, &self.replicas);
+        let (robustness, finding) = health::attached(self.stored, engine, self.objects.replicas());
         if let Some((reason, message)) = health::new_loss(self.stored, &finding) {
             self.actions.emit(true, reason, message);
         }
@@ -192,7 +189,8 @@ impl VolumeReconciler<'_> {
 
     /// Writes the desired state of the replicas if it differs.
     pub(super) fn want_replicas(&mut self, desire_state: DesireState) {
-        for replica in self.replicas.clone() {
+        let replicas = self.objects.replicas().to_vec();
+        for replica in replicas {
             self.want_replica(replica, desire_state);
         }
     }

@@ -21,7 +21,7 @@ impl VolumeReconciler<'_> {
         if self.waits_for_name() || self.waits_for_unknown() {
             return;
         }
-        if self.engine.is_none() {
+        if self.objects.engine().is_none() {
             self.actions.write(Engine::of_new(self.stored, self.context.now));
         }
         let wanted = self.stored.spec.number_of_replicas;
@@ -29,28 +29,28 @@ impl VolumeReconciler<'_> {
         let was_before = |replica: &&Replica| {
             replica.status.data == DataState::Present || replica.metadata.creation_timestamp < created
         };
-        if self.replicas.iter().any(was_before) {
+        if self.objects.replicas().iter().any(was_before) {
             // The replica existed before the volume: it is being undeleted, and the rest of it is about to be
             // stored.
             self.set_settled(Finding::wrong("Undeleting", UNDELETING));
             return;
         }
-        let missing = (wanted as usize).saturating_sub(self.replicas.len());
+        let missing = (wanted as usize).saturating_sub(self.objects.replicas().len());
         if missing > 0 && !self.schedule_replicas(wanted) {
             return;
         }
-        if self.engine.is_some() {
-            let members = self.replicas.iter().map(|replica| replica.spec.replica_id);
+        if self.objects.engine().is_some() {
+            let members = self.objects.replicas().iter().map(|replica| replica.spec.replica_id);
             self.status.set_first_members(members.collect());
             let nodes: Vec<&str> =
-                self.replicas.iter().map(|replica| replica.spec.node_id.as_str()).collect();
+                self.objects.replicas().iter().map(|replica| replica.spec.node_id.as_str()).collect();
             let nodes = nodes.join(", ");
             if missing == 0 {
                 self.status.set(ConditionType::Scheduled, Finding::Well);
                 let message = format!("{wanted} replicas are placed: on {nodes}");
                 self.actions.emit(false, "Scheduled", message);
             } else {
-                let placed = self.replicas.len();
+                let placed = self.objects.replicas().len();
                 let message = format!(
                     "{placed} of {wanted} replicas are placed: on {nodes}; the others are made once the \
                      volume is attached and a place is free"
@@ -66,8 +66,7 @@ impl VolumeReconciler<'_> {
     /// Returns true if this volume cannot have an engine before the one that an earlier volume of the name
     /// has left behind is gone.
     pub(super) fn waits_for_name(&mut self) -> bool {
-        let is_taken = self.context.cluster.engines.contains_key(&self.stored.metadata.name);
-        let waits = self.engine.is_none() && is_taken;
+        let waits = self.objects.has_engine_of_earlier_volume();
         if waits {
             let message = "an engine of a deleted volume of this name is stopped first, when its node is \
                            back or given up";
@@ -79,7 +78,7 @@ impl VolumeReconciler<'_> {
     /// Returns true if the volume continues with the placed replicas.
     fn schedule_replicas(&mut self, wanted: u32) -> bool {
         let request = PlacementRequest::of(self.stored, self.context.settings.scheduling);
-        let present = u32::try_from(self.replicas.len()).unwrap_or(u32::MAX);
+        let present = u32::try_from(self.objects.replicas().len()).unwrap_or(u32::MAX);
         let Context { cluster, agents, random, .. } = *self.context;
         // The ids of the replicas use the first numbers.
         let last = random[random.len() - 1];

@@ -11,7 +11,7 @@ use crate::objects::{
     CurrentState, DesireState, Engine, EnginePhase, EngineSpec, EngineStatus, Finding, Key, Kind, Metadata,
     REPLICAS_STOPPING, Replica, Robustness, Volume, VolumeState,
 };
-use crate::reconcile::{Context, engine, is_given_up};
+use crate::reconcile::{Context, engine};
 
 /// Returns true if no engine of the volume can write any more, so that the data of a deleted volume may be
 /// removed.
@@ -62,8 +62,8 @@ impl VolumeReconciler<'_> {
             replica.spec.desire_state == DesireState::Stopped
                 && matches!(replica.status.current_state, CurrentState::Stopped | CurrentState::Unknown)
         };
-        if !self.replicas.iter().all(stopped) {
-            let message = format!("the replicas are being stopped{}", self.replica_messages());
+        if !self.objects.replicas().iter().all(stopped) {
+            let message = format!("the replicas are being stopped{}", self.objects.replica_messages());
             self.set_settled(Finding::wrong(REPLICAS_STOPPING, message));
             return;
         }
@@ -78,7 +78,9 @@ impl VolumeReconciler<'_> {
     /// over. Returns false if the detach has to be completed first.
     pub(super) fn keep_attached(&mut self) -> bool {
         let status = &self.stored.status;
-        let Some(engine) = self.engine.filter(|engine| engine.spec.node_id == status.current_node_id) else {
+        let Some(engine) =
+            self.objects.engine().filter(|engine| engine.spec.node_id == status.current_node_id)
+        else {
             return false;
         };
         let reachability = engine.spec.node_id.as_ref().map(|node| reachability(self.context, node));
@@ -113,7 +115,8 @@ impl VolumeReconciler<'_> {
 
     /// Repairs the volume while requests continue for as long as the engine cannot be stopped.
     fn repair_while_detaching(&mut self) {
-        let Some(engine) = self.engine.filter(|engine| engine.spec.desire_state == DesireState::Stopped)
+        let Some(engine) =
+            self.objects.engine().filter(|engine| engine.spec.desire_state == DesireState::Stopped)
         else {
             return;
         };
@@ -148,16 +151,16 @@ impl VolumeReconciler<'_> {
 
     /// Returns true if no relevant engine runs; requests the stop of one that may run.
     pub(super) fn engine_stopped(&mut self) -> bool {
-        let Some(engine) = self.engine else { return true };
+        let Some(engine) = self.objects.engine() else { return true };
         if engine.spec.desire_state != DesireState::Stopped {
             let spec = EngineSpec { desire_state: DesireState::Stopped, ..engine.spec.clone() };
             self.actions.write(Engine { spec, ..engine.clone() });
         } else if engine.status.current_state == CurrentState::Stopped
-            || self.is_fenced(engine)
+            || self.objects.is_fenced(engine)
             || is_abandoned(self.stored, engine)
         {
             return true;
-        } else if self.is_on_lost_node(engine) {
+        } else if self.objects.is_on_lost_node(engine) {
             self.abandon(engine);
             return false;
         }
@@ -173,13 +176,6 @@ impl VolumeReconciler<'_> {
         };
         self.set_settled(finding);
         false
-    }
-
-    /// Returns true if the engine of a volume that is to be deleted is on a node that never comes back. No
-    /// other engine follows it.
-    fn is_on_lost_node(&self, engine: &Engine) -> bool {
-        self.stored.is_deleting()
-            && engine.spec.node_id.as_ref().is_some_and(|node| is_given_up(self.context, node))
     }
 
     /// Records that an engine on a node that is given up is not waited for, before the first replica is
@@ -204,7 +200,7 @@ impl VolumeReconciler<'_> {
         if self.waits_for_unknown() {
             return;
         }
-        if !self.replicas.is_empty() {
+        if !self.objects.replicas().is_empty() {
             self.delete_replicas();
             return;
         }
@@ -214,8 +210,8 @@ impl VolumeReconciler<'_> {
         // An engine that is only fenced is still a process on its node: its object stays until that is
         // stopped.
         if let Some(engine) =
-            self.engine.filter(|engine| engine.status.current_state != CurrentState::Stopped)
-            && !self.is_on_lost_node(engine)
+            self.objects.engine().filter(|engine| engine.status.current_state != CurrentState::Stopped)
+            && !self.objects.is_on_lost_node(engine)
         {
             if !engine.metadata.is_deleting() {
                 self.set_settled(Finding::wrong(
@@ -227,7 +223,7 @@ impl VolumeReconciler<'_> {
                 self.actions.write(Engine { metadata, ..engine.clone() });
                 return;
             }
-            self.engine = None;
+            self.objects.leave_engine_behind();
         }
         if !left.is_empty() {
             let message = format!("volume is deleted, except for unreachable replicas: {}", left.join(", "));
@@ -235,7 +231,7 @@ impl VolumeReconciler<'_> {
         }
         // The volume is removed last: while it exists, the next run finds the rest.
         let key = |kind| Key::new(kind, &self.stored.metadata.name);
-        if let Some(engine) = self.engine {
+        if let Some(engine) = self.objects.engine() {
             let version = engine.metadata.resource_version;
             self.actions.remove(key(Kind::Engine), version);
         }
@@ -253,16 +249,11 @@ impl VolumeReconciler<'_> {
     }
 
     fn delete_replicas(&mut self) {
-        for replica in self.replicas.clone() {
+        let replicas = self.objects.replicas().to_vec();
+        for replica in replicas {
             self.ask_for_deletion(replica);
         }
-        let message = format!("the data of the replicas is being deleted{}", self.replica_messages());
+        let message = format!("the data of the replicas is being deleted{}", self.objects.replica_messages());
         self.set_settled(Finding::wrong("Deleting", message));
-    }
-
-    /// Returns the obstacles of the replicas.
-    fn replica_messages(&self) -> String {
-        let said = self.replicas.iter().filter(|replica| !replica.status.message.is_empty());
-        said.map(|replica| format!("; {}: {}", replica.metadata.name, replica.status.message)).collect()
     }
 }

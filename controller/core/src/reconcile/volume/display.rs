@@ -3,9 +3,8 @@
 use super::VolumeReconciler;
 use crate::NodeName;
 use crate::objects::{
-    ConditionType, CurrentState, Display, Engine, Finding, Replica, VolumeSpec, VolumeState, VolumeStatus,
+    ConditionType, CurrentState, Display, Engine, Finding, VolumeSpec, VolumeState, VolumeStatus,
 };
-use crate::observed::{Agents, Detail, InstanceKey};
 use crate::reconcile::quiet_left;
 
 const GIB: u64 = 1 << 30;
@@ -36,20 +35,20 @@ impl VolumeReconciler<'_> {
         {
             return;
         }
-        let found = self.replicas.iter().filter_map(|replica| allocated_bytes(self.context.agents, replica));
-        if let Some(found) = found.max()
+        if let Some(found) = self.objects.allocated_bytes()
             && is_noticeable(self.status.decided().actual_size.unwrap_or_default(), found)
         {
             self.status.set_actual_size(found);
         }
-        let shown = display(&self.stored.spec, self.status.decided(), self.engine);
+        let shown = display(&self.stored.spec, self.status.decided(), self.objects.engine());
         self.status.set_display(shown);
     }
 
     /// Records whether the engine runs the program that is installed on its node. A volume whose engine
     /// always did has no such condition. Until the programs are compared, the condition stays as it is.
     fn record_program(&mut self) {
-        let running = self.engine.filter(|engine| engine.status.current_state == CurrentState::Running);
+        let running =
+            self.objects.engine().filter(|engine| engine.status.current_state == CurrentState::Running);
         let has_condition = self.status.condition(ConditionType::EngineCurrent).is_some();
         let finding = match running.map(|engine| (engine, engine.status.needs_upgrade)) {
             Some((engine, Some(true))) => upgrade_finding(engine),
@@ -67,15 +66,6 @@ fn upgrade_finding(engine: &Engine) -> Finding {
          engines replaces it, and the device stays in use"
     );
     Finding::wrong(NEEDS_UPGRADE, message)
-}
-
-fn allocated_bytes(agents: &Agents, replica: &Replica) -> Option<u64> {
-    let spec = &replica.spec;
-    let key = InstanceKey::replica(&spec.volume_name, spec.replica_id);
-    match &agents.get(&spec.node_id)?.instances.get(&key)?.detail {
-        Detail::Replica(shown) => Some(shown.allocated_bytes),
-        Detail::Engine(_) => None,
-    }
 }
 
 /// Returns true if the allocated bytes of replicas differ enough from the stored value to be stored. The rule

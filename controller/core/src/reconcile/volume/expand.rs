@@ -15,7 +15,7 @@ impl VolumeReconciler<'_> {
     pub(super) fn expand(&mut self) -> bool {
         let size = self.stored.spec.size;
         let smaller = |replica: &&Replica| replica.spec.volume_size < size;
-        let replicas: Vec<&Replica> = self.replicas.iter().copied().filter(smaller).collect();
+        let replicas: Vec<&Replica> = self.objects.replicas().iter().copied().filter(smaller).collect();
         for replica in &replicas {
             let spec = ReplicaSpec { volume_size: size, ..replica.spec.clone() };
             self.actions.write(Replica { spec, ..(*replica).clone() });
@@ -23,7 +23,9 @@ impl VolumeReconciler<'_> {
         if !replicas.is_empty() {
             return true;
         }
-        let Some(engine) = self.engine.filter(|engine| engine.spec.volume_size < size) else { return false };
+        let Some(engine) = self.objects.engine().filter(|engine| engine.spec.volume_size < size) else {
+            return false;
+        };
         let spec = EngineSpec { volume_size: size, ..engine.spec.clone() };
         self.actions.write(Engine { spec, ..engine.clone() });
         true
@@ -55,7 +57,7 @@ impl VolumeReconciler<'_> {
 
     fn has_size(&self) -> bool {
         let size = self.stored.spec.size;
-        let engine = self.engine.filter(|engine| {
+        let engine = self.objects.engine().filter(|engine| {
             engine.spec.attach == self.stored.status.attach
                 && engine.status.seen_attach == engine.spec.attach
                 && engine.status.is_serving()
@@ -68,7 +70,7 @@ impl VolumeReconciler<'_> {
     }
 
     fn find_expansion(&self) -> Finding {
-        let expansion = self.engine.and_then(|engine| engine.status.expansion.as_ref());
+        let expansion = self.objects.engine().and_then(|engine| engine.status.expansion.as_ref());
         let obstacle = expansion.and_then(|expansion| expansion.message.as_deref());
         if expansion.is_some_and(|expansion| expansion.next_attach) {
             let why = obstacle.unwrap_or_default();

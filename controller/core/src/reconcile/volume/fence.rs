@@ -10,17 +10,11 @@
 use shorthorn_views::basis;
 
 use super::VolumeReconciler;
-use super::reports::{fenced_reports, observed_replica};
 use crate::AgentCall;
 use crate::objects::{DesireState, Engine, Finding};
 use crate::reconcile::START_CHECK;
 
 impl VolumeReconciler<'_> {
-    /// Returns true if no engine of this attachment, or of an older one, can acknowledge a write any more.
-    pub(super) fn is_fenced(&self, engine: &Engine) -> bool {
-        self.stored.status.is_fenced(engine.spec.attach)
-    }
-
     /// Fences the engine, one step per run. `trouble` is the reason why it cannot be stopped.
     pub(super) fn fence(&mut self, engine: &Engine, trouble: &str) {
         if self.stored.status.attach <= engine.spec.attach {
@@ -29,7 +23,7 @@ impl VolumeReconciler<'_> {
             return;
         }
         self.want_replicas(DesireState::Running);
-        let reports = fenced_reports(self.context, self.stored, self.engine, &self.replicas);
+        let reports = self.objects.fenced_reports();
         let arbiter = &self.stored.status.arbiter;
         // The grant for a salvage ends all earlier views only once the replica is the volume: until then the
         // old engine may have a majority. Its own grant is not remembered any more.
@@ -61,8 +55,9 @@ impl VolumeReconciler<'_> {
 
     fn send_fence(&mut self) {
         let attach = self.stored.status.attach;
-        for replica in self.replicas.clone() {
-            if observed_replica(self.context, replica).is_some_and(|shown| shown.attach < Some(attach)) {
+        let replicas = self.objects.replicas().to_vec();
+        for replica in replicas {
+            if self.objects.observed_replica(replica).is_some_and(|shown| shown.attach < Some(attach)) {
                 let (volume, replica_id) = (replica.spec.volume_name.clone(), replica.spec.replica_id);
                 let call = AgentCall::FenceReplica { volume, replica_id, attach };
                 self.actions.call_after_store(replica.spec.node_id.clone(), call);

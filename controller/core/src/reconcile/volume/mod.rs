@@ -9,11 +9,11 @@ mod display;
 mod expand;
 mod fence;
 mod replace;
-mod reports;
 mod restored_store;
 mod salvage;
 mod status_update;
 mod surplus;
+mod volume_objects;
 
 pub(super) use detach::engine_is_over;
 pub use display::is_noticeable;
@@ -21,9 +21,10 @@ pub(super) use replace::may_go;
 
 use self::actions::StagedActions;
 use self::status_update::StatusUpdate;
-use super::{Context, Reachability, engine, health, quiet_left, reachability, remaining};
+use self::volume_objects::VolumeObjects;
+use super::{Context, Reachability, health, quiet_left, reachability, remaining};
 use crate::Decision;
-use crate::objects::{ConditionType, Engine, Finding, Key, Kind, Replica, Robustness, Volume, VolumeState};
+use crate::objects::{ConditionType, Finding, Key, Kind, Robustness, Volume, VolumeState};
 
 /// The word for programs of a deletion that a PersistentVolume holds up.
 const DELETION_HELD: &str = "DeletionHeld";
@@ -31,13 +32,12 @@ const DELETION_HELD: &str = "DeletionHeld";
 /// The word for programs of a volume that waits for an object that the controller cannot use.
 const OBJECT_UNKNOWN: &str = "ObjectUnknown";
 
-/// A run over a volume: its stored state, and the new status and the actions so far.
+/// A run over a volume: its objects, and the new status and the actions so far.
 struct VolumeReconciler<'a> {
     context: &'a Context<'a>,
     stored: &'a Volume,
     status: StatusUpdate<'a>,
-    engine: Option<&'a Engine>,
-    replicas: Vec<&'a Replica>,
+    objects: VolumeObjects<'a>,
     actions: StagedActions,
 }
 
@@ -47,10 +47,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         context,
         stored,
         status: StatusUpdate::new(stored, context.now),
-        // The engine that an earlier volume of the name has left behind is not its own: it has a number of
-        // that one.
-        engine: context.cluster.engines.get(name).filter(|engine| !engine::is_left_behind(context, engine)),
-        replicas: context.cluster.replicas_of(&stored.spec.volume_name).collect(),
+        objects: VolumeObjects::of(context, stored),
         actions: StagedActions::new(name),
     };
     match context.cluster.unknown(&Key::new(Kind::Engine, name)) {

@@ -70,7 +70,7 @@ impl<'a> VolumeReconciler<'a> {
         if self.waits_for_unknown() {
             return;
         }
-        let live = self.replicas.clone();
+        let live = self.objects.replicas().to_vec();
         if !serves(self.stored, engine) {
             self.want_replicas(DesireState::Running);
             self.send_replica_addresses(engine, &live);
@@ -275,7 +275,7 @@ impl<'a> VolumeReconciler<'a> {
 
     fn request(&self) -> PlacementRequest {
         PlacementRequest {
-            used_bytes: scheduler::taken_bytes(self.context.agents, &self.replicas),
+            used_bytes: scheduler::taken_bytes(self.context.agents, self.objects.replicas()),
             ..PlacementRequest::of(self.stored, self.context.settings.scheduling)
         }
     }
@@ -285,14 +285,14 @@ impl<'a> VolumeReconciler<'a> {
         request: &PlacementRequest,
         nodes: &mut [NodeCandidate],
     ) -> Result<Placement, PlacementRefusal> {
-        let present = u32::try_from(self.replicas.len()).unwrap_or(u32::MAX - 1);
+        let present = u32::try_from(self.objects.replicas().len()).unwrap_or(u32::MAX - 1);
         scheduler::place_one(request, nodes, present)
     }
 
     /// Lets replicas that are absent, or have to leave their disk, keep no other away from here on.
     fn excuse_lost(&self, nodes: &mut [NodeCandidate]) {
         let away = |replica: &&&Replica| replica.status.lost_since.is_some() || self.is_evicted(replica);
-        for replica in self.replicas.iter().filter(away) {
+        for replica in self.objects.replicas().iter().filter(away) {
             let node = nodes.iter_mut().find(|node| node.name == replica.spec.node_id);
             let disks = node.map(|node| &mut node.disks).into_iter().flatten();
             disks.filter(|disk| disk.path == replica.spec.disk_path).for_each(|disk| disk.excused += 1);

@@ -10,7 +10,6 @@
 //! be unknown here.
 
 use super::VolumeReconciler;
-use super::reports::{refused_attach, served_view};
 use crate::objects::{Finding, VolumeState};
 use crate::reconcile::START_CHECK;
 
@@ -18,7 +17,7 @@ impl VolumeReconciler<'_> {
     /// Draws a number above those in use if the stored one is not. Returns true if this run ends with that.
     pub(super) fn renew_stale_attach(&mut self) -> bool {
         let attach = self.stored.status.attach;
-        let Some(refused) = refused_attach(self.context, &self.replicas) else { return false };
+        let Some(refused) = self.objects.refused_attach() else { return false };
         let is_used = match self.stored.status.state {
             VolumeState::Attaching => refused > attach || (refused == attach && self.is_unused()),
             VolumeState::Attached | VolumeState::Detaching => refused > attach,
@@ -47,7 +46,7 @@ impl VolumeReconciler<'_> {
     /// to a replica.
     fn is_unused(&self) -> bool {
         let status = &self.stored.status;
-        let is_launched = self.engine.is_some_and(|engine| engine.spec.attach >= status.attach);
+        let is_launched = self.objects.engine().is_some_and(|engine| engine.spec.attach >= status.attach);
         let is_salvaged = status.salvage.as_ref().is_some_and(|salvage| salvage.attach == status.attach);
         !is_launched && !is_salvaged
     }
@@ -58,8 +57,7 @@ impl VolumeReconciler<'_> {
         if self.stored.status.arbiter.stale_since().is_none() {
             return;
         }
-        let served = served_view(self.context, self.stored, self.engine, &self.replicas);
-        let renewed = served.and_then(|view| self.stored.status.arbiter.renewed(view));
+        let renewed = self.objects.served_view().and_then(|view| self.stored.status.arbiter.renewed(view));
         match renewed {
             Some(arbiter) => {
                 let view = arbiter.granted().map(|view| view.to_string()).unwrap_or_default();

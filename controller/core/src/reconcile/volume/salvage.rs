@@ -16,8 +16,8 @@ impl VolumeReconciler<'_> {
         if self.stored.spec.node_id.is_none() && self.stops_others(&salvage) {
             return;
         }
-        let chosen =
-            self.replicas.iter().copied().find(|replica| replica.spec.replica_id == salvage.replica_id);
+        let mut replicas = self.objects.replicas().iter().copied();
+        let chosen = replicas.find(|replica| replica.spec.replica_id == salvage.replica_id);
         let Some(chosen) = chosen else {
             let message =
                 format!("replica {} no longer exists: salvage with another one", salvage.replica_id);
@@ -50,7 +50,7 @@ impl VolumeReconciler<'_> {
         let is_other = |replica: &&Replica| {
             replica.spec.replica_id != salvage.replica_id && replica.spec.desire_state == DesireState::Running
         };
-        let others: Vec<&Replica> = self.replicas.iter().copied().filter(is_other).collect();
+        let others: Vec<&Replica> = self.objects.replicas().iter().copied().filter(is_other).collect();
         for replica in &others {
             self.want_replica(replica, DesireState::Stopped);
         }
@@ -80,7 +80,7 @@ impl VolumeReconciler<'_> {
             },
         );
         // For the start of an engine, the chosen one has everything now, and the others nothing that counts.
-        for replica in &self.replicas {
+        for replica in self.objects.replicas() {
             let is_chosen = replica.spec.replica_id == salvage.replica_id;
             let failed_at =
                 if is_chosen { None } else { replica.status.failed_at.or(Some(self.context.now)) };
