@@ -17,8 +17,8 @@ use shorthorn_controller::metrics::Metrics;
 use shorthorn_controller::store::{MemoryStore, Store, StoreError};
 use shorthorn_controller::work::{Queue, Worker};
 use shorthorn_controller_core::objects::{
-    CurrentState, DataState, DesireState, Key, Metadata, Object, Replica, ReplicaSpec, ReplicaStatus, Secret,
-    Volume, VolumeState,
+    CurrentState, DataState, DesireState, Key, Metadata, Object, Replica, ReplicaSpec, Secret,
+    StoredReplicaStatus, Volume, VolumeState,
 };
 use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_controller_core::requests::{Change, CreateVolume};
@@ -63,10 +63,10 @@ fn replica(number: u64, node: &str) -> Replica {
         desire_state: DesireState::Stopped,
         eviction_requested: false,
     };
-    let status = ReplicaStatus {
+    let status = StoredReplicaStatus {
         current_state: CurrentState::Stopped,
         data: DataState::Present,
-        ..ReplicaStatus::default()
+        ..StoredReplicaStatus::default()
     };
     Replica { metadata, spec, status }
 }

@@ -8,7 +8,7 @@ use shorthorn_types::{Generation, ReplicaId, VolumeName};
 use crate::objects::{
     ConditionType, Conditions, CurrentState, DataState, DesireState, DiskSpec, Engine, EnginePhase, Finding,
     Frontend, FrontendStatus, MemberMode, MemberRecord, Metadata, Node, NodeSpec, NodeStatus, Replica,
-    ReplicaSpec, ReplicaStatus, Robustness, Secret, Volume, VolumeState,
+    ReplicaSpec, Robustness, Secret, StoredReplicaStatus, Volume, VolumeState,
 };
 use crate::observed::{
     AgentInfo, AgentLink, Agents, Detail, EngineStatus, Instance, InstanceKey, InstanceState, ObservedAgent,
@@ -122,11 +122,11 @@ impl Example {
             desire_state: DesireState::Running,
             eviction_requested: false,
         };
-        let status = ReplicaStatus {
+        let status = StoredReplicaStatus {
             current_state: CurrentState::Running,
             data: DataState::Present,
             healthy_at: Some(now()),
-            ..ReplicaStatus::default()
+            ..StoredReplicaStatus::default()
         };
         let metadata = Metadata::new(ReplicaSpec::instance_name(&volume_name(), id(number)), now());
         self.cluster.insert(Replica { metadata, spec, status }.into());

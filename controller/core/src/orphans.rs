@@ -87,7 +87,7 @@ pub fn find(
 mod tests {
     use super::*;
     use crate::Timestamp;
-    use crate::objects::{DesireState, Metadata, Replica, ReplicaStatus};
+    use crate::objects::{DesireState, Metadata, Replica, StoredReplicaStatus};
 
     fn directory(node: &str, disk_path: &str, name: &str) -> Directory {
         let (volume, replica_id) = parse(name).unwrap();
@@ -111,7 +111,7 @@ mod tests {
         };
         let metadata = Metadata::new(known.name(), Timestamp::UNIX_EPOCH);
         let mut cluster = ClusterState::default();
-        cluster.insert(Replica { metadata, spec, status: ReplicaStatus::default() }.into());
+        cluster.insert(Replica { metadata, spec, status: StoredReplicaStatus::default() }.into());
         // Of one replica another directory elsewhere is left over, as after a disk was copied.
         let elsewhere = directory("b", "/d", "v-00000001");
         let forgotten = directory("a", "/d", "my-volume-0000000a");

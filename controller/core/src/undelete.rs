@@ -22,8 +22,8 @@ use shorthorn_types::{ReplicaId, ViewId, VolumeName};
 use shorthorn_views::Arbiter;
 
 use crate::objects::{
-    CurrentState, DataState, DesireState, Engine, Metadata, Replica, ReplicaSpec, ReplicaStatus,
-    SECRET_BYTES, Secret, Volume, VolumeSpec, VolumeState, VolumeStatus,
+    CurrentState, DataState, DesireState, Engine, Metadata, Replica, ReplicaSpec, SECRET_BYTES, Secret,
+    StoredReplicaStatus, Volume, VolumeSpec, VolumeState, VolumeStatus,
 };
 use crate::requests::{RequestError, check_all_known};
 use crate::{ClusterState, NodeName, Timestamp};
@@ -331,7 +331,9 @@ impl<'a> DeletedVolume<'a> {
             let found = self.found.get(&replica.spec.replica_id);
             let status = match found {
                 Some((trashed, record)) => self.replica(trashed, record, attach, now).status,
-                None => ReplicaStatus { data: DataState::Present, rebind: true, ..replica.status.clone() },
+                None => {
+                    StoredReplicaStatus { data: DataState::Present, rebind: true, ..replica.status.clone() }
+                }
             };
             Replica { status, ..replica.clone() }
         };
@@ -351,7 +353,7 @@ impl<'a> DeletedVolume<'a> {
 
 /// Returns a replica that its volume had left behind to the volume.
 fn taken_back(replica: &Replica, record: &DeletionRecord, attach: u64, now: Timestamp) -> Replica {
-    let mut status = ReplicaStatus {
+    let mut status = StoredReplicaStatus {
         deletion_record: None,
         // Kept until the volume is stored: an undeletion that is interrupted before that has no other record.
         undeletion_record: replica.status.deletion_record.clone(),
@@ -397,14 +399,14 @@ fn replica(trashed: &Trashed, record: &DeletionRecord, now: Timestamp) -> Replic
             desire_state: DesireState::Stopped,
             eviction_requested: false,
         },
-        status: ReplicaStatus {
+        status: StoredReplicaStatus {
             current_state: CurrentState::Stopped,
             // It is never recreated, even if it does not come back.
             data: DataState::Present,
             healthy_at: record.healthy_at,
             failed_at: record.failed_at,
             rebind: true,
-            ..ReplicaStatus::default()
+            ..StoredReplicaStatus::default()
         },
     }
 }

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use shorthorn_objects::schema::{Defaults, structural};
 use shorthorn_objects::{
-    EngineSpec, EngineStatus, Kind, NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus, VolumeSpec,
+    EngineSpec, Kind, NodeSpec, NodeStatus, ReplicaSpec, StoredEngineStatus, StoredReplicaStatus, VolumeSpec,
     VolumeStatus,
 };
 
@@ -104,8 +104,8 @@ fn parts(kind: Kind) -> (Value, Value) {
     use Defaults::{Absent, Shown};
     match kind {
         Kind::Volume => (structural::<VolumeSpec>(Shown), structural::<VolumeStatus>(Absent)),
-        Kind::Engine => (structural::<EngineSpec>(Absent), structural::<EngineStatus>(Absent)),
-        Kind::Replica => (structural::<ReplicaSpec>(Absent), structural::<ReplicaStatus>(Absent)),
+        Kind::Engine => (structural::<EngineSpec>(Absent), structural::<StoredEngineStatus>(Absent)),
+        Kind::Replica => (structural::<ReplicaSpec>(Absent), structural::<StoredReplicaStatus>(Absent)),
         Kind::Node => (structural::<NodeSpec>(Shown), structural::<NodeStatus>(Absent)),
     }
 }

@@ -214,7 +214,7 @@ fn volume_to_look_at(fleet: &Fleet, node: &NodeName, key: &InstanceKey, now: &In
 #[cfg(test)]
 mod tests {
     use shorthorn_controller_core::objects::{
-        CurrentState, DesireState, Metadata, Replica, ReplicaSpec, ReplicaStatus,
+        CurrentState, DesireState, Metadata, Replica, ReplicaSpec, StoredReplicaStatus,
     };
     use shorthorn_controller_core::observed::{InstanceState, ObservedReplica};
     use shorthorn_types::{ReplicaId, VolumeName};
@@ -245,7 +245,8 @@ mod tests {
             desire_state: DesireState::Running,
             eviction_requested: false,
         };
-        let status = ReplicaStatus { current_state: CurrentState::Running, ..ReplicaStatus::default() };
+        let status =
+            StoredReplicaStatus { current_state: CurrentState::Running, ..StoredReplicaStatus::default() };
         let store = MemoryStore::new();
         let metadata = Metadata::new(&key.name, Timestamp::now());
         store.put(Replica { metadata, spec, status }.into()).await.unwrap();

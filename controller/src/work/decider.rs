@@ -83,7 +83,7 @@ mod tests {
 
     use shorthorn_controller_core::Action;
     use shorthorn_controller_core::objects::{
-        CurrentState, DesireState, DiskSpec, Kind, Metadata, Node, Object, ReplicaSpec, ReplicaStatus,
+        CurrentState, DesireState, DiskSpec, Kind, Metadata, Node, Object, ReplicaSpec, StoredReplicaStatus,
     };
     use shorthorn_types::ReplicaId;
 
@@ -122,7 +122,8 @@ mod tests {
             desire_state: DesireState::Stopped,
             eviction_requested: false,
         };
-        let status = ReplicaStatus { current_state: CurrentState::Stopped, ..ReplicaStatus::default() };
+        let status =
+            StoredReplicaStatus { current_state: CurrentState::Stopped, ..StoredReplicaStatus::default() };
         Replica { metadata: Metadata::new("v-7", Timestamp::UNIX_EPOCH), spec, status }.into()
     }
 

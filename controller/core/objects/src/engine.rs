@@ -17,7 +17,7 @@ pub struct Engine {
     pub spec: EngineSpec,
     /// The observed state, written by the reconciler of the engine.
     #[serde(default)]
-    pub status: EngineStatus,
+    pub status: StoredEngineStatus,
 }
 
 /// The desired state of an engine, set by the reconciler of its volume.
@@ -60,7 +60,7 @@ pub struct EngineSpec {
 /// The known state of the engine process.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub struct EngineStatus {
+pub struct StoredEngineStatus {
     /// The observed state of the process.
     #[serde(deserialize_with = "super::unknown_words::word")]
     #[schemars(with = "schema::CurrentState")]
@@ -169,17 +169,17 @@ impl Engine {
                 replica_address_map: BTreeMap::new(),
                 map_revision: 0,
             },
-            status: EngineStatus::default(),
+            status: StoredEngineStatus::default(),
         }
     }
 }
 
-impl EngineStatus {
+impl StoredEngineStatus {
     /// Returns the part that is stored of the status which an engine reports; nothing if it reports none.
     #[must_use]
-    pub fn of_reported(reported: Option<&status::EngineStatus>) -> EngineStatus {
-        let Some(reported) = reported else { return EngineStatus::default() };
-        EngineStatus {
+    pub fn of_reported(reported: Option<&status::EngineStatus>) -> StoredEngineStatus {
+        let Some(reported) = reported else { return StoredEngineStatus::default() };
+        StoredEngineStatus {
             phase: Some(reported.phase),
             generation: Some(reported.generation),
             view: reported.view,
@@ -189,7 +189,7 @@ impl EngineStatus {
             lost_writes: reported.lost_writes,
             damaged_ranges: reported.damaged_ranges(),
             expansion: reported.expansion.as_ref().map(Into::into),
-            ..EngineStatus::default()
+            ..StoredEngineStatus::default()
         }
     }
 

@@ -21,7 +21,7 @@ mod volume;
 use serde::{Deserialize, Serialize};
 
 pub use condition::{Condition, ConditionType, Conditions, Finding, NEXT_ATTACH, REPLICAS_STOPPING};
-pub use engine::{Engine, EngineSpec, EngineStatus, ExpansionStatus, MemberRecord, ReplicaTarget};
+pub use engine::{Engine, EngineSpec, ExpansionStatus, MemberRecord, ReplicaTarget, StoredEngineStatus};
 pub use jiff::Timestamp;
 pub use label::{Label, LabelError, Labels, MAX_LABEL_BYTES, labels};
 pub use metadata::{Key, Kind, Metadata};
@@ -30,7 +30,7 @@ pub use node::{
     RESERVED_PERCENT,
 };
 pub use node_name::{NodeName, NodeNameError};
-pub use replica::{DataState, Replica, ReplicaSpec, ReplicaStatus};
+pub use replica::{DataState, Replica, ReplicaSpec, StoredReplicaStatus};
 pub use shorthorn_types::status::{
     CurrentState, DataLocality, DataLocalityError, DesireState, EnginePhase, Frontend, FrontendError,
     MemberMode, Robustness, VolumeState,

@@ -16,7 +16,7 @@ pub struct Replica {
     pub spec: ReplicaSpec,
     /// The observed state, written by the reconciler of the replica.
     #[serde(default)]
-    pub status: ReplicaStatus,
+    pub status: StoredReplicaStatus,
 }
 
 /// The place and the desired state of a replica.
@@ -60,7 +60,7 @@ pub struct ReplicaSpec {
 /// The known state of a replica.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub struct ReplicaStatus {
+pub struct StoredReplicaStatus {
     /// The observed state of the process.
     #[serde(deserialize_with = "super::unknown_words::word")]
     #[schemars(with = "schema::CurrentState")]

@@ -227,8 +227,8 @@ mod tests {
     use super::*;
     use crate::Timestamp;
     use crate::objects::{
-        CurrentState, DesireState, MemberRecord, Metadata, NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus,
-        Secret,
+        CurrentState, DesireState, MemberRecord, Metadata, NodeSpec, NodeStatus, ReplicaSpec, Secret,
+        StoredReplicaStatus,
     };
     use crate::requests::{Change, CreateVolume};
 
@@ -269,7 +269,7 @@ mod tests {
                     desire_state: DesireState::Stopped,
                     eviction_requested: odd,
                 },
-                status: ReplicaStatus::default(),
+                status: StoredReplicaStatus::default(),
             }
             .into(),
             _ => {

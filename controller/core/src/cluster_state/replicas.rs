@@ -110,7 +110,7 @@ mod tests {
 
     use super::*;
     use crate::Timestamp;
-    use crate::objects::{DesireState, Metadata, ReplicaSpec, ReplicaStatus};
+    use crate::objects::{DesireState, Metadata, ReplicaSpec, StoredReplicaStatus};
 
     fn replica(name: u8, node: u8, disk: u8, size: u32) -> Replica {
         Replica {
@@ -125,7 +125,7 @@ mod tests {
                 desire_state: DesireState::Stopped,
                 eviction_requested: false,
             },
-            status: ReplicaStatus::default(),
+            status: StoredReplicaStatus::default(),
         }
     }
 

@@ -3,8 +3,8 @@ use std::num::NonZeroU64;
 use super::*;
 use crate::left_out::LeftOut;
 use crate::objects::{
-    ConditionType, Conditions, CurrentState, DesireState, Engine, EngineSpec, EngineStatus, Finding,
-    Frontend, Key, Kind, Metadata, Node, NodeSpec, NodeStatus, SECRET_BYTES, Secret, Volume, VolumeState,
+    ConditionType, Conditions, CurrentState, DesireState, Engine, EngineSpec, Finding, Frontend, Key, Kind,
+    Metadata, Node, NodeSpec, NodeStatus, SECRET_BYTES, Secret, StoredEngineStatus, Volume, VolumeState,
 };
 use crate::requests::{self, Change, CreateVolume, RequestError};
 use crate::{ClusterState, NodeName, Timestamp};
@@ -83,7 +83,7 @@ fn at(cluster: &mut ClusterState, node: &str, state: VolumeState, engine: Curren
             replica_address_map: Default::default(),
             map_revision: 0,
         },
-        status: EngineStatus { current_state: engine, ..EngineStatus::default() },
+        status: StoredEngineStatus { current_state: engine, ..StoredEngineStatus::default() },
     };
     cluster.insert(engine.into());
 }

@@ -6,8 +6,8 @@ use shorthorn_types::{ReplicaId, VolumeName};
 
 use super::*;
 use crate::objects::{
-    CurrentState, DesireState, DiskSpec, EnginePhase, EngineSpec, EngineStatus, Finding, Frontend,
-    MemberRecord, Metadata, NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus, Secret,
+    CurrentState, DesireState, DiskSpec, EnginePhase, EngineSpec, Finding, Frontend, MemberRecord, Metadata,
+    NodeSpec, NodeStatus, ReplicaSpec, Secret, StoredEngineStatus, StoredReplicaStatus,
 };
 use crate::requests::{Change, CreateVolume};
 use crate::{NodeName, Timestamp};
@@ -34,10 +34,10 @@ fn replica(n: u64, node: &str) -> Replica {
             desire_state: DesireState::Running,
             eviction_requested: false,
         },
-        status: ReplicaStatus {
+        status: StoredReplicaStatus {
             data: DataState::Present,
             healthy_at: Some(now()),
-            ..ReplicaStatus::default()
+            ..StoredReplicaStatus::default()
         },
     }
 }
@@ -76,11 +76,11 @@ fn cluster() -> ClusterState {
             replica_address_map: BTreeMap::new(),
             map_revision: 0,
         },
-        status: EngineStatus {
+        status: StoredEngineStatus {
             current_state: CurrentState::Running,
             phase: Some(EnginePhase::Serving),
             replica_mode_map: members.collect(),
-            ..EngineStatus::default()
+            ..StoredEngineStatus::default()
         },
     };
     cluster.insert(engine.into());

@@ -3,7 +3,7 @@ use shorthorn_types::{ReplicaId, VolumeName};
 use super::*;
 use crate::example::{self, Example};
 use crate::objects::{
-    DataState, DesireState, DiskSpec, Metadata, ReplicaSpec, ReplicaStatus, Secret, VolumeState,
+    DataState, DesireState, DiskSpec, Metadata, ReplicaSpec, Secret, StoredReplicaStatus, VolumeState,
 };
 use crate::observed::{AgentLink, ObservedAgent, ObservedDisk};
 use crate::requests::{CreateVolume, SetDisk};
@@ -44,7 +44,7 @@ fn cluster(occupied: bool) -> ClusterState {
         desire_state: DesireState::Stopped,
         eviction_requested: false,
     };
-    let status = ReplicaStatus { data: DataState::Present, ..ReplicaStatus::default() };
+    let status = StoredReplicaStatus { data: DataState::Present, ..StoredReplicaStatus::default() };
     cluster.insert(Replica { metadata, spec, status }.into());
     cluster
 }

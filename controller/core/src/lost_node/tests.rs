@@ -5,8 +5,8 @@ use shorthorn_types::{ReplicaId, VolumeName};
 use super::*;
 use crate::given_up;
 use crate::objects::{
-    DataState, DesireState, Finding, Metadata, NodeSpec, NodeStatus, Replica, ReplicaSpec, ReplicaStatus,
-    Secret, VolumeState,
+    DataState, DesireState, Finding, Metadata, NodeSpec, NodeStatus, Replica, ReplicaSpec, Secret,
+    StoredReplicaStatus, VolumeState,
 };
 use crate::observed::AgentLink;
 use crate::requests::CreateVolume;
@@ -34,10 +34,10 @@ fn replica(n: u64, on: &str) -> Replica {
             desire_state: DesireState::Running,
             eviction_requested: false,
         },
-        status: ReplicaStatus {
+        status: StoredReplicaStatus {
             data: DataState::Present,
             healthy_at: Some(now()),
-            ..ReplicaStatus::default()
+            ..StoredReplicaStatus::default()
         },
     }
 }

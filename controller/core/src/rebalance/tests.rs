@@ -8,7 +8,7 @@ use super::*;
 use crate::Timestamp;
 use crate::objects::{
     ConditionType, DesireState, DiskSpec, DiskStatus, Finding, Metadata, Node, NodeSpec, NodeStatus,
-    ReplicaSpec, ReplicaStatus, Secret,
+    ReplicaSpec, Secret, StoredReplicaStatus,
 };
 use crate::observed::{AgentLink, ObservedAgent, ObservedDisk};
 use crate::requests::CreateVolume;
@@ -97,7 +97,7 @@ impl Cluster {
             eviction_requested: false,
         };
         let metadata = Metadata::new(&replica, now());
-        self.state.insert(Replica { metadata, spec, status: ReplicaStatus::default() }.into());
+        self.state.insert(Replica { metadata, spec, status: StoredReplicaStatus::default() }.into());
         replica
     }
 

@@ -4,8 +4,8 @@ use shorthorn_types::{ReplicaId, VolumeName};
 
 use super::*;
 use crate::objects::{
-    DataState, DesireState, Discovered, EnginePhase, EngineSpec, EngineStatus, Finding, Frontend,
-    MemberRecord, Metadata, Node, NodeSpec, NodeStatus, ReplicaSpec, ReplicaStatus, Secret,
+    DataState, DesireState, Discovered, EnginePhase, EngineSpec, Finding, Frontend, MemberRecord, Metadata,
+    Node, NodeSpec, NodeStatus, ReplicaSpec, Secret, StoredEngineStatus, StoredReplicaStatus,
 };
 use crate::requests::{Change, CreateVolume};
 
@@ -32,11 +32,11 @@ fn replica(at: u64, mode: MemberMode) -> Replica {
             desire_state: DesireState::Running,
             eviction_requested: false,
         },
-        status: ReplicaStatus {
+        status: StoredReplicaStatus {
             data: DataState::Present,
             healthy_at: is_member.then(now),
             failed_at: (!is_member).then(now),
-            ..ReplicaStatus::default()
+            ..StoredReplicaStatus::default()
         },
     }
 }
@@ -71,11 +71,11 @@ fn cluster(wanted: u32, modes: &[MemberMode]) -> ClusterState {
             replica_address_map: BTreeMap::new(),
             map_revision: 0,
         },
-        status: EngineStatus {
+        status: StoredEngineStatus {
             current_state: CurrentState::Running,
             phase: Some(EnginePhase::Serving),
             replica_mode_map: (0..).zip(modes).map(|(at, mode)| (id(at), MemberRecord::of(*mode))).collect(),
-            ..EngineStatus::default()
+            ..StoredEngineStatus::default()
         },
     };
     cluster.insert(engine.into());
@@ -91,7 +91,7 @@ fn change_volume(cluster: &mut ClusterState, change: impl FnOnce(&mut Volume)) {
     cluster.insert(volume.into());
 }
 
-fn change_engine(cluster: &mut ClusterState, change: impl FnOnce(&mut EngineStatus)) {
+fn change_engine(cluster: &mut ClusterState, change: impl FnOnce(&mut StoredEngineStatus)) {
     let mut engine = cluster.engines["v"].clone();
     change(&mut engine.status);
     cluster.insert(engine.into());
@@ -244,7 +244,7 @@ fn an_unused_volume_needs_no_node() {
         volume.status.current_node_id = None;
         volume.status.state = VolumeState::Detached;
     });
-    change_engine(&mut idle, |status| *status = EngineStatus::default());
+    change_engine(&mut idle, |status| *status = StoredEngineStatus::default());
     assert_eq!(message_of(&idle, "n0"), "");
     change_volume(&mut idle, |volume| volume.spec.node_id = NodeName::new("user").ok());
     assert!(message_of(&idle, "n0").contains("no other replica"), "it is about to be attached");
@@ -263,7 +263,7 @@ fn an_engine_that_cannot_be_asked_may_need_every_replica() {
     assert!(message_of(&frozen, "n1").contains("may need each of them"));
     // A starting engine begins with the known view.
     let mut starting = cluster(3, &[FAILED, MEMBER, MEMBER]);
-    change_engine(&mut starting, |status| *status = EngineStatus::default());
+    change_engine(&mut starting, |status| *status = StoredEngineStatus::default());
     change_volume(&mut starting, |volume| volume.status.state = VolumeState::Attaching);
     assert_eq!(message_of(&starting, "n0"), "");
     assert!(message_of(&starting, "n1").contains("1 of the 2 replicas"));

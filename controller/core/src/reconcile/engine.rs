@@ -1,5 +1,5 @@
 use super::{Context, Reachability, START_CHECK, is_given_up, quiet_left, reachability};
-use crate::objects::{CurrentState, DesireState, Engine, EnginePhase, EngineStatus, Key, Kind, Volume};
+use crate::objects::{CurrentState, DesireState, Engine, EnginePhase, Key, Kind, StoredEngineStatus, Volume};
 use crate::observed::{Detail, Instance, InstanceKey, InstanceState, ObservedAgent, ObservedEngine};
 use crate::{Action, AgentCall, Decision, NodeName, StartEngine};
 
@@ -77,7 +77,7 @@ fn is_older(instance: &Instance, attach: u64) -> bool {
 }
 
 /// Writes the status if it differs from the stored one.
-fn write_status(decision: &mut Decision, engine: &Engine, status: EngineStatus) {
+fn write_status(decision: &mut Decision, engine: &Engine, status: StoredEngineStatus) {
     if status != engine.status {
         decision.write(Engine { status, ..engine.clone() });
     }
@@ -133,7 +133,8 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, agent: &Observed
         (_, Some(shown)) if shown.attach.is_none() => {
             let message = "the agent does not say which attachment its engine is for: upgrade it";
             let message = Some(message.to_owned());
-            let status = EngineStatus { current_state: CurrentState::Error, message, ..cleared(engine) };
+            let status =
+                StoredEngineStatus { current_state: CurrentState::Error, message, ..cleared(engine) };
             write_status(&mut decision, engine, status);
         }
         // A later engine than the one asked for: this decision is made from an old state, the next is not.
@@ -218,7 +219,7 @@ fn follow(
 }
 
 /// Returns true if this is a start that makes progress as expected.
-fn is_step(stored: &EngineStatus, shown: &EngineStatus) -> bool {
+fn is_step(stored: &StoredEngineStatus, shown: &StoredEngineStatus) -> bool {
     let starts = |state| matches!(state, CurrentState::Starting | CurrentState::Running);
     stored.current_state == CurrentState::Starting
         && starts(shown.current_state)
@@ -226,8 +227,8 @@ fn is_step(stored: &EngineStatus, shown: &EngineStatus) -> bool {
         && shown.message.is_none()
 }
 
-fn starting(engine: &Engine, volume: &Volume, failure: Option<&String>) -> EngineStatus {
-    EngineStatus {
+fn starting(engine: &Engine, volume: &Volume, failure: Option<&String>) -> StoredEngineStatus {
+    StoredEngineStatus {
         current_state: if failure.is_some() { CurrentState::Error } else { CurrentState::Starting },
         message: failure.cloned(),
         map_revision: engine.spec.map_revision,
@@ -238,32 +239,32 @@ fn starting(engine: &Engine, volume: &Volume, failure: Option<&String>) -> Engin
 }
 
 /// Returns the status of an engine without a process; the record of having been seen stays.
-fn cleared(engine: &Engine) -> EngineStatus {
-    EngineStatus {
+fn cleared(engine: &Engine) -> StoredEngineStatus {
+    StoredEngineStatus {
         seen_attach: engine.status.seen_attach,
         lost_attach: engine.status.lost_attach,
         served_attach: engine.status.served_attach,
-        ..EngineStatus::default()
+        ..StoredEngineStatus::default()
     }
 }
 
-fn lost(engine: &Engine, message: String) -> EngineStatus {
+fn lost(engine: &Engine, message: String) -> StoredEngineStatus {
     let lost_attach = engine.status.seen_attach.max(engine.spec.attach);
     let message = Some(message);
-    EngineStatus { current_state: CurrentState::Error, message, lost_attach, ..cleared(engine) }
+    StoredEngineStatus { current_state: CurrentState::Error, message, lost_attach, ..cleared(engine) }
 }
 
 /// Returns the status from the process of this attachment.
-fn taken_over(engine: &Engine, instance: &Instance, shown: &ObservedEngine) -> EngineStatus {
+fn taken_over(engine: &Engine, instance: &Instance, shown: &ObservedEngine) -> StoredEngineStatus {
     let attach = engine.spec.attach;
     debug_assert_eq!(shown.attach, Some(attach));
     if has_ended(instance, shown) {
         let why = instance.message.as_deref().unwrap_or("no reason given");
-        let seen = EngineStatus { seen_attach: attach, ..engine.status.clone() };
+        let seen = StoredEngineStatus { seen_attach: attach, ..engine.status.clone() };
         let engine = Engine { status: seen, ..engine.clone() };
         return lost(&engine, format!("the engine stopped by itself: {why}"));
     }
-    let mut status = EngineStatus {
+    let mut status = StoredEngineStatus {
         current_state: match instance.state {
             InstanceState::Starting => CurrentState::Starting,
             InstanceState::Running => CurrentState::Running,
@@ -279,7 +280,7 @@ fn taken_over(engine: &Engine, instance: &Instance, shown: &ObservedEngine) -> E
         current_size: shown.size_bytes,
         rebuild: engine.status.rebuild,
         needs_upgrade: shown.needs_upgrade,
-        ..EngineStatus::of_reported(shown.reported.as_ref())
+        ..StoredEngineStatus::of_reported(shown.reported.as_ref())
     };
     if status.is_serving() {
         status.served_attach = attach;
@@ -336,13 +337,13 @@ fn stop(engine: &Engine, node: &NodeName, agent: &ObservedAgent) -> Decision {
 
 /// Returns the status of an engine that has to stop. An engine whose device is in use may serve for long. Its
 /// status is kept up to date, so that its volume is repaired meanwhile.
-fn stopping(engine: &Engine, agent: &ObservedAgent, failure: Option<&String>) -> EngineStatus {
+fn stopping(engine: &Engine, agent: &ObservedAgent, failure: Option<&String>) -> StoredEngineStatus {
     let stop_refused = failure.or(engine.status.stop_refused.as_ref()).cloned();
     match living(engine, agent) {
         Some((instance, shown)) if stop_refused.is_some() => {
-            EngineStatus { stop_refused, ..taken_over(engine, instance, shown) }
+            StoredEngineStatus { stop_refused, ..taken_over(engine, instance, shown) }
         }
-        _ => EngineStatus {
+        _ => StoredEngineStatus {
             current_state: CurrentState::Stopping,
             message: failure.cloned(),
             stop_refused: failure.cloned(),

@@ -6,8 +6,8 @@ use std::time::Duration;
 use shorthorn_types::ReplicaId;
 
 use crate::objects::{
-    ConditionType, CurrentState, DesireState, Engine, EnginePhase, EngineStatus, Finding, MemberMode,
-    Replica, Robustness, Volume,
+    ConditionType, CurrentState, DesireState, Engine, EnginePhase, Finding, MemberMode, Replica, Robustness,
+    StoredEngineStatus, Volume,
 };
 use crate::{NodeName, ReplicaTarget};
 
@@ -136,7 +136,7 @@ fn missing(engine: &Engine, replicas: &[&Replica]) -> String {
     replicas.iter().filter_map(reason).collect::<Vec<_>>().join("; ")
 }
 
-fn said(status: &EngineStatus) -> &str {
+fn said(status: &StoredEngineStatus) -> &str {
     status.message.as_deref().unwrap_or("no reason given")
 }
 
@@ -248,7 +248,7 @@ mod tests {
 
     use super::*;
     use crate::Timestamp;
-    use crate::objects::{DesireState, Metadata, ReplicaSpec, ReplicaStatus};
+    use crate::objects::{DesireState, Metadata, ReplicaSpec, StoredReplicaStatus};
     use crate::reconcile::REPLICA_WAIT;
 
     /// Returns replicas on nodes of their own, of which the first `running` run and the nodes of the others
@@ -267,11 +267,11 @@ mod tests {
     ) -> Readiness {
         let replica = |at: u64| {
             let replica_id = ReplicaId::from_random(at + 1);
-            let status = ReplicaStatus {
+            let status = StoredReplicaStatus {
                 current_state: if at < running { CurrentState::Running } else { CurrentState::Unknown },
                 healthy_at: Some(Timestamp::UNIX_EPOCH),
                 addresses: vec![format!("tcp:10.0.0.{at}:10000")],
-                ..ReplicaStatus::default()
+                ..StoredReplicaStatus::default()
             };
             let spec = ReplicaSpec {
                 volume_name: VolumeName::new("v").unwrap(),

@@ -5,7 +5,7 @@ use super::{
     quiet_left, reachability, remaining, volume,
 };
 use crate::objects::{
-    CurrentState, DataState, DesireState, Key, Kind, MemberMode, MemberRecord, Replica, ReplicaStatus,
+    CurrentState, DataState, DesireState, Key, Kind, MemberMode, MemberRecord, Replica, StoredReplicaStatus,
     Volume, VolumeState,
 };
 use crate::observed::{Detail, Instance, InstanceKey, InstanceState, ObservedAgent};
@@ -36,7 +36,7 @@ fn instance_of(replica: &Replica) -> InstanceKey {
 }
 
 /// Writes the status if it differs from the stored one.
-fn write_status(decision: &mut Decision, replica: &Replica, status: ReplicaStatus) {
+fn write_status(decision: &mut Decision, replica: &Replica, status: StoredReplicaStatus) {
     if status != replica.status {
         decision.write(Replica { status, ..replica.clone() });
     }
@@ -90,7 +90,7 @@ fn stop_first(replica: &Replica, agent: &ObservedAgent) -> Decision {
     let mut decision = Decision::nothing();
     let key = instance_of(replica);
     let failure = agent.failures.get(&key).map(|failure| &failure.message);
-    let mut status = ReplicaStatus {
+    let mut status = StoredReplicaStatus {
         current_state: if failure.is_some() { CurrentState::Error } else { CurrentState::Starting },
         message: failure.cloned().unwrap_or_default(),
         addresses: Vec::new(),
@@ -102,7 +102,7 @@ fn stop_first(replica: &Replica, agent: &ObservedAgent) -> Decision {
         return decision;
     }
     decision.call(&replica.spec.node_id, AgentCall::StopInstance { instance: key, attach: None });
-    status = ReplicaStatus {
+    status = StoredReplicaStatus {
         stop_first: false,
         current_state: CurrentState::Starting,
         message: String::new(),
@@ -115,7 +115,12 @@ fn stop_first(replica: &Replica, agent: &ObservedAgent) -> Decision {
 /// Writes the status of a wanted replica, if it has changed. Two things wait for the next write. The first is
 /// that the replica is being started, for a while. The second is that one of the first replicas is in the
 /// view, because it counts as a member until something else is stored.
-fn store_changed(context: &Context<'_>, replica: &Replica, status: ReplicaStatus, decision: &mut Decision) {
+fn store_changed(
+    context: &Context<'_>,
+    replica: &Replica,
+    status: StoredReplicaStatus,
+    decision: &mut Decision,
+) {
     let stored = &replica.status;
     let volume = context.cluster.volumes.get(replica.spec.volume_name.as_str());
     let mut changed = status.clone();
@@ -137,7 +142,7 @@ fn store_changed(context: &Context<'_>, replica: &Replica, status: ReplicaStatus
 }
 
 /// Copies the status of a process.
-fn take_over(status: &mut ReplicaStatus, instance: &Instance) {
+fn take_over(status: &mut StoredReplicaStatus, instance: &Instance) {
     status.message = instance.message.clone().unwrap_or_default();
     status.addresses.clear();
     status.current_state = match instance.state {
@@ -197,7 +202,7 @@ fn stop(context: &Context<'_>, replica: &Replica, agent: &ObservedAgent) -> Deci
 
 /// Returns the status with the engine's last report on this replica. If the replica is wanted, a directory
 /// may exist.
-fn wanted_status(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
+fn wanted_status(context: &Context<'_>, replica: &Replica) -> StoredReplicaStatus {
     let mut status = with_membership(context, replica);
     if replica.spec.desire_state == DesireState::Running && status.data == DataState::None {
         status.data = DataState::Requested;
@@ -206,7 +211,7 @@ fn wanted_status(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
 }
 
 /// Returns the status with the engine's last report on this replica.
-fn with_membership(context: &Context<'_>, replica: &Replica) -> ReplicaStatus {
+fn with_membership(context: &Context<'_>, replica: &Replica) -> StoredReplicaStatus {
     let mut status = replica.status.clone();
     let owner = context.cluster.volumes.get(replica.spec.volume_name.as_str());
     if owner.is_some_and(|volume| {
@@ -259,7 +264,7 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
     if let Some(message) = context.cluster.unknown(&owner) {
         // No object shows whether the volume needs the data.
         let mut decision = Decision::nothing();
-        write_status(&mut decision, replica, ReplicaStatus { message, ..replica.status.clone() });
+        write_status(&mut decision, replica, StoredReplicaStatus { message, ..replica.status.clone() });
         // A change of the volume wakes its own replicas, and not those that it has left behind.
         decision.again_after(GIVE_UP_CHECK);
         return decision;
@@ -342,7 +347,7 @@ fn remove(
     let is_left =
         replica.is_left_behind() || left.is_zero() && volume.is_some_and(|(_, with_volume)| with_volume);
     let status =
-        ReplicaStatus { message, deletion_record: is_left.then_some(record), ..replica.status.clone() };
+        StoredReplicaStatus { message, deletion_record: is_left.then_some(record), ..replica.status.clone() };
     if status != replica.status {
         // The status is stored first. Its change causes the next run, which tries again.
         decision = Decision::nothing();

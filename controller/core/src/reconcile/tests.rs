@@ -7,8 +7,8 @@ use shorthorn_types::{ReplicaId, VolumeName};
 use super::*;
 use crate::objects::{
     ConditionType, Conditions, CurrentState, DataState, DesireState, DiskSpec, DiskStatus, Engine,
-    EnginePhase, EngineSpec, EngineStatus, Finding, Frontend, MemberMode, MemberRecord, Metadata, Node,
-    NodeSpec, NodeStatus, Object, Replica, ReplicaSpec, ReplicaStatus, Secret,
+    EnginePhase, EngineSpec, Finding, Frontend, MemberMode, MemberRecord, Metadata, Node, NodeSpec,
+    NodeStatus, Object, Replica, ReplicaSpec, Secret, StoredEngineStatus, StoredReplicaStatus,
 };
 use crate::observed::{
     AgentInfo, CallFailure, Detail, Instance, InstanceKey, InstanceState, ObservedDisk, ObservedEngine,
@@ -50,7 +50,7 @@ fn cluster() -> ClusterState {
     let mut cluster = ClusterState::default();
     cluster.insert(volume.into());
     let metadata = Metadata::new("v", now());
-    cluster.insert(Engine { metadata, spec, status: EngineStatus::default() }.into());
+    cluster.insert(Engine { metadata, spec, status: StoredEngineStatus::default() }.into());
     cluster
 }
 
@@ -251,12 +251,12 @@ fn replica(id: ReplicaId, node: &str, lost_since: Option<Timestamp>) -> Replica 
             desire_state: DesireState::Running,
             eviction_requested: false,
         },
-        status: ReplicaStatus {
+        status: StoredReplicaStatus {
             current_state: CurrentState::Running,
             data: DataState::Present,
             healthy_at: Some(now()),
             lost_since,
-            ..ReplicaStatus::default()
+            ..StoredReplicaStatus::default()
         },
     }
 }

@@ -274,7 +274,7 @@ fn objects_of_before_are_read_as_they_were_meant() {
 /// Returns a cluster in which volume v has a replica on each of two disks of 100 GiB. One of them has
 /// scheduled 80 GiB for others.
 fn cluster_of_disks(volume: Volume) -> ClusterState {
-    use crate::objects::{DesireState, Replica, ReplicaSpec, ReplicaStatus};
+    use crate::objects::{DesireState, Replica, ReplicaSpec, StoredReplicaStatus};
     use shorthorn_types::ReplicaId;
     let mut cluster = ClusterState::default();
     let place = |cluster: &mut ClusterState, volume: &VolumeName, number: u64, node: &str, size: u64| {
@@ -291,7 +291,7 @@ fn cluster_of_disks(volume: Volume) -> ClusterState {
                 desire_state: DesireState::Stopped,
                 eviction_requested: false,
             },
-            status: ReplicaStatus::default(),
+            status: StoredReplicaStatus::default(),
         }));
     };
     for node in ["a", "b"] {
@@ -388,7 +388,7 @@ fn a_node_is_made_by_its_address() {
 #[test]
 fn a_replica_that_is_being_deleted_can_be_salvaged() {
     use crate::objects::{
-        CurrentState, DataState, DesireState, Replica, ReplicaSpec, ReplicaStatus, VolumeState,
+        CurrentState, DataState, DesireState, Replica, ReplicaSpec, StoredReplicaStatus, VolumeState,
     };
     let mut volume = stored(wanted("v").apply(&ClusterState::default(), secret(1), now()).unwrap());
     (volume.status.state, volume.status.attach) = (VolumeState::Detached, 3);
@@ -405,10 +405,10 @@ fn a_replica_that_is_being_deleted_can_be_salvaged() {
         desire_state: DesireState::Stopped,
         eviction_requested: false,
     };
-    let status = ReplicaStatus {
+    let status = StoredReplicaStatus {
         current_state: CurrentState::Stopped,
         data: DataState::Present,
-        ..ReplicaStatus::default()
+        ..StoredReplicaStatus::default()
     };
     let mut cluster = cluster_with("n", volume);
     cluster.insert(Replica { metadata, spec, status }.into());

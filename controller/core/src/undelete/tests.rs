@@ -236,7 +236,7 @@ fn an_undeletion_that_is_cut_off_anywhere_is_finished_by_the_next() {
 /// Returns the object as in a store that takes spec and status by separate calls.
 fn without_status(object: Object) -> Object {
     match object {
-        Object::Replica(replica) => Replica { status: ReplicaStatus::default(), ..replica }.into(),
+        Object::Replica(replica) => Replica { status: StoredReplicaStatus::default(), ..replica }.into(),
         Object::Volume(volume) => Volume { status: VolumeStatus::default(), ..volume }.into(),
         other => other,
     }

@@ -8,8 +8,8 @@ use shorthorn_types::{Generation, ReplicaId, ReplicaReport, View, ViewId, Volume
 use super::*;
 use crate::example::status_of_engine;
 use crate::objects::{
-    DesireState, EnginePhase, EngineSpec, EngineStatus, Finding, Frontend, MemberRecord, Metadata,
-    ReplicaSpec, ReplicaStatus, Robustness, Secret,
+    DesireState, EnginePhase, EngineSpec, Finding, Frontend, MemberRecord, Metadata, ReplicaSpec, Robustness,
+    Secret, StoredEngineStatus, StoredReplicaStatus,
 };
 use crate::observed::{self, ObservedAgent};
 use crate::observed::{GrantWanted, Instance, InstanceState, MemberStatus, ObservedDisk, ScrubStatus};
@@ -52,7 +52,10 @@ fn replica(n: u64) -> Replica {
             desire_state: DesireState::Running,
             eviction_requested: false,
         },
-        status: ReplicaStatus { current_state: CurrentState::Running, ..ReplicaStatus::default() },
+        status: StoredReplicaStatus {
+            current_state: CurrentState::Running,
+            ..StoredReplicaStatus::default()
+        },
     }
 }
 
@@ -70,12 +73,12 @@ fn engine() -> Engine {
             replica_address_map: BTreeMap::new(),
             map_revision: 0,
         },
-        status: EngineStatus {
+        status: StoredEngineStatus {
             current_state: CurrentState::Running,
             seen_attach: 1,
             phase: Some(EnginePhase::Serving),
             replica_mode_map: members.collect(),
-            ..EngineStatus::default()
+            ..StoredEngineStatus::default()
         },
     }
 }
@@ -130,7 +133,7 @@ impl Case {
         self.cluster.volumes.get_mut("v").unwrap()
     }
 
-    fn replica(&mut self, n: u64, change: impl FnOnce(&mut ReplicaStatus)) {
+    fn replica(&mut self, n: u64, change: impl FnOnce(&mut StoredReplicaStatus)) {
         let mut replica = self.cluster.replicas[&format!("v-{}", id(n))].clone();
         change(&mut replica.status);
         self.cluster.insert(replica.into());

@@ -43,7 +43,7 @@ fn a_volume_that_is_deleted_in_use_is_repaired_until_it_can_be_stopped() {
     let new = cluster.replicas.values().find(|replica| replica.spec.node_id.as_str() == "c").cloned();
     let new = new.expect("another one is made in its place");
     // The new replica is a member: the replaced one is removed, although the volume is to be deleted.
-    let running = ReplicaStatus {
+    let running = StoredReplicaStatus {
         current_state: CurrentState::Running,
         data: DataState::Present,
         addresses: vec!["tcp:10.0.0.3:10000".to_owned()],
@@ -95,7 +95,7 @@ fn a_deleted_volume_without_an_engine_is_not_repaired() {
     delete(&mut cluster);
     rounds(&mut cluster, &mut agents);
     let mut engine = cluster.engines["v"].clone();
-    engine.status = EngineStatus { seen_attach: ATTACH, ..EngineStatus::default() };
+    engine.status = StoredEngineStatus { seen_attach: ATTACH, ..StoredEngineStatus::default() };
     cluster.insert(engine.into());
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.clear();
     rounds(&mut cluster, &mut agents);
@@ -205,7 +205,7 @@ pub(super) fn without_b() -> (ClusterState, Agents) {
     cluster.insert(volume.into());
     let mut engine = cluster.engines["v"].clone();
     engine.spec.desire_state = DesireState::Stopped;
-    engine.status = EngineStatus { seen_attach: ATTACH, ..EngineStatus::default() };
+    engine.status = StoredEngineStatus { seen_attach: ATTACH, ..StoredEngineStatus::default() };
     cluster.insert(engine.into());
     let mut agents = agents(None);
     let since = now() - UNREACHABLE_AFTER;

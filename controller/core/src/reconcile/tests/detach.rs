@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::example::status_of_engine;
-use crate::objects::{EnginePhase, EngineStatus, Robustness, Volume, VolumeState};
+use crate::objects::{EnginePhase, Robustness, StoredEngineStatus, Volume, VolumeState};
 use crate::observed::{self, MemberStatus};
 
 pub(super) const IN_USE: &str = "stop: the device is in use: mounted at /mnt";
@@ -135,7 +135,7 @@ fn an_engine_that_cannot_continue_is_stopped_before_the_next_attachment() {
         }),
         ("lost", |cluster, _| {
             let engine = cluster.engines["v"].clone();
-            let status = EngineStatus { lost_attach: ATTACH, ..engine.status.clone() };
+            let status = StoredEngineStatus { lost_attach: ATTACH, ..engine.status.clone() };
             cluster.insert(Engine { status, ..engine }.into());
         }),
         ("salvage", |cluster, _| {
@@ -213,7 +213,7 @@ fn a_replica_that_is_lost_while_its_volume_cannot_leave_is_replaced() {
     let new = new.expect("another one is made").clone();
     // Its process runs: the engine hears of it.
     assert!(!calls.iter().any(|call| tells_of(call, new.spec.replica_id)), "{calls:#?}");
-    let status = ReplicaStatus {
+    let status = StoredReplicaStatus {
         current_state: CurrentState::Running,
         addresses: vec!["tcp:10.0.0.3:10000".to_owned()],
         ..new.status.clone()

@@ -94,7 +94,7 @@ fn an_engine_of_another_program_is_a_condition_until_it_is_replaced() {
         [(Some(true), true), (None, true), (Some(false), false), (None, false), (Some(true), true)]
     {
         let engine = cluster.engines["v"].clone();
-        let status = EngineStatus { needs_upgrade: compared, ..engine.status.clone() };
+        let status = StoredEngineStatus { needs_upgrade: compared, ..engine.status.clone() };
         cluster.insert(Engine { status, ..engine }.into());
         let volume = shown(&cluster, &agents);
         let current = volume.status.conditions.get(ConditionType::EngineCurrent).unwrap().clone();

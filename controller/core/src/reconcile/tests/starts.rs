@@ -23,7 +23,7 @@ fn starting(state: VolumeState) -> ClusterState {
     engine.spec.desire_state = DesireState::Stopped;
     cluster.insert(engine.into());
     let replica = super::replica(ReplicaId::from_random(ID), "a", None);
-    cluster.insert(Replica { status: ReplicaStatus::default(), ..replica }.into());
+    cluster.insert(Replica { status: StoredReplicaStatus::default(), ..replica }.into());
     cluster
 }
 
@@ -160,7 +160,7 @@ fn a_volume_that_was_refused_once_is_accepted_when_it_can_be_read() {
 }
 
 /// Returns the stored status of an engine that has just been started and reports that phase.
-fn engine_after(phase: EnginePhase, now: Timestamp) -> Option<EngineStatus> {
+fn engine_after(phase: EnginePhase, now: Timestamp) -> Option<StoredEngineStatus> {
     let mut cluster = starting(VolumeState::Attaching);
     let mut engine = cluster.engines.remove("v").unwrap();
     engine.spec.desire_state = DesireState::Running;

@@ -5,7 +5,7 @@ use shorthorn_types::ReplicaId;
 use super::{VolumeReconciler, health, remaining};
 use crate::objects::{
     CurrentState, DataState, DesireState, Engine, EnginePhase, EngineSpec, Finding, Replica, ReplicaSpec,
-    ReplicaStatus, Robustness, VolumeState,
+    Robustness, StoredReplicaStatus, VolumeState,
 };
 use crate::reconcile::{ENGINE_RETRY, REPLICA_WAIT};
 use crate::{NodeName, ReplicaTarget};
@@ -208,7 +208,7 @@ impl VolumeReconciler<'_> {
                 known => known,
             };
             let status =
-                ReplicaStatus { current_state: CurrentState::Starting, data, ..replica.status.clone() };
+                StoredReplicaStatus { current_state: CurrentState::Starting, data, ..replica.status.clone() };
             self.actions.write(Replica { status, ..replica.clone() });
             return;
         }

@@ -5,8 +5,8 @@ use shorthorn_types::ReplicaId;
 use super::{Reachability, VolumeReconciler, reachability};
 use crate::NodeName;
 use crate::objects::{
-    ConditionType, DataState, DesireState, Engine, Finding, Metadata, Replica, ReplicaSpec, ReplicaStatus,
-    VolumeState,
+    ConditionType, DataState, DesireState, Engine, Finding, Metadata, Replica, ReplicaSpec,
+    StoredReplicaStatus, VolumeState,
 };
 use crate::reconcile::{Context, SPACE_CHECK, waiting_volumes};
 use crate::scheduler::{self, Placement, PlacementRefusal, PlacementRequest};
@@ -175,7 +175,7 @@ impl VolumeReconciler<'_> {
                 desire_state,
                 eviction_requested: false,
             },
-            status: ReplicaStatus::default(),
+            status: StoredReplicaStatus::default(),
         });
     }
 }

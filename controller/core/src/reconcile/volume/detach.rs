@@ -8,8 +8,8 @@
 use super::{Reachability, VolumeReconciler, reachability};
 use crate::AgentCall;
 use crate::objects::{
-    CurrentState, DesireState, Engine, EnginePhase, EngineSpec, EngineStatus, Finding, Key, Kind, Metadata,
-    REPLICAS_STOPPING, Replica, Robustness, Volume, VolumeState,
+    CurrentState, DesireState, Engine, EnginePhase, EngineSpec, Finding, Key, Kind, Metadata,
+    REPLICAS_STOPPING, Replica, Robustness, StoredEngineStatus, Volume, VolumeState,
 };
 use crate::reconcile::{Context, engine};
 
@@ -145,7 +145,7 @@ impl VolumeReconciler<'_> {
         }
         let (volume, replicas) = (engine.spec.volume_name.clone(), engine.spec.replica_address_map.clone());
         self.actions.call_after_store(node, AgentCall::UpdateReplicas { volume, attach, replicas, revision });
-        let status = EngineStatus { map_revision: revision, ..engine.status.clone() };
+        let status = StoredEngineStatus { map_revision: revision, ..engine.status.clone() };
         self.actions.write_engine_after_store(Engine { status, ..engine.clone() });
     }
 

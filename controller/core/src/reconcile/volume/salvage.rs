@@ -2,7 +2,9 @@
 
 use super::VolumeReconciler;
 use crate::AgentCall;
-use crate::objects::{ConditionType, CurrentState, DesireState, Finding, Replica, ReplicaStatus, Salvage};
+use crate::objects::{
+    ConditionType, CurrentState, DesireState, Finding, Replica, Salvage, StoredReplicaStatus,
+};
 use crate::observed::InstanceKey;
 
 impl VolumeReconciler<'_> {
@@ -85,7 +87,7 @@ impl VolumeReconciler<'_> {
             let failed_at =
                 if is_chosen { None } else { replica.status.failed_at.or(Some(self.context.now)) };
             if failed_at != replica.status.failed_at {
-                let status = ReplicaStatus { failed_at, ..replica.status.clone() };
+                let status = StoredReplicaStatus { failed_at, ..replica.status.clone() };
                 self.actions.write(Replica { status, ..(*replica).clone() });
             }
         }

@@ -1,8 +1,8 @@
 use shorthorn_controller_core::objects::{
     ConditionType, Conditions, CurrentState, DataState, DesireState, Discovered, DiskSpec, DiskStatus,
-    Display, EnginePhase, EngineSpec, EngineStatus, ExpansionStatus, Finding, Frontend, FrontendStatus,
-    MemberMode, MemberRecord, NodeSpec, NodeStatus, RebuildLimits, ReplicaSpec, ReplicaStatus, Salvage,
-    VolumeSpec, VolumeStatus,
+    Display, EnginePhase, EngineSpec, ExpansionStatus, Finding, Frontend, FrontendStatus, MemberMode,
+    MemberRecord, NodeSpec, NodeStatus, RebuildLimits, ReplicaSpec, Salvage, StoredEngineStatus,
+    StoredReplicaStatus, VolumeSpec, VolumeStatus,
 };
 use shorthorn_controller_core::schema::pruned;
 use shorthorn_controller_core::{Labels, NodeName, ReplicaTarget, Timestamp, labels, salvage};
@@ -124,7 +124,7 @@ fn full_engine() -> Engine {
             replica_address_map: [(id(), target)].into(),
             map_revision: 6,
         },
-        status: EngineStatus {
+        status: StoredEngineStatus {
             current_state: CurrentState::Running,
             seen_attach: 4,
             lost_attach: 3,
@@ -162,7 +162,7 @@ fn full_replica() -> Replica {
             desire_state: DesireState::Running,
             eviction_requested: false,
         },
-        status: ReplicaStatus {
+        status: StoredReplicaStatus {
             current_state: CurrentState::Running,
             data: DataState::Present,
             addresses: vec!["unix:/x".to_owned()],

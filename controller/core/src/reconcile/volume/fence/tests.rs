@@ -5,8 +5,8 @@ use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewI
 
 use super::*;
 use crate::objects::{
-    CurrentState, EnginePhase, EngineSpec, EngineStatus, Frontend, Key, Kind, Metadata, Object, Replica,
-    ReplicaSpec, ReplicaStatus, Secret, Volume, VolumeState, VolumeStatus,
+    CurrentState, EnginePhase, EngineSpec, Frontend, Key, Kind, Metadata, Object, Replica, ReplicaSpec,
+    Secret, StoredEngineStatus, StoredReplicaStatus, Volume, VolumeState, VolumeStatus,
 };
 use crate::observed::{
     AgentInfo, AgentLink, Agents, Detail, Instance, InstanceKey, InstanceState, ObservedAgent,
@@ -65,7 +65,8 @@ impl Lost {
             replica_address_map: BTreeMap::new(),
             map_revision: 0,
         };
-        let status = EngineStatus { current_state: CurrentState::Unknown, ..EngineStatus::default() };
+        let status =
+            StoredEngineStatus { current_state: CurrentState::Unknown, ..StoredEngineStatus::default() };
         let metadata = Metadata::new("v", Timestamp::UNIX_EPOCH);
         let mut lost = Lost { cluster: ClusterState::default(), agents: Agents::default() };
         lost.cluster.insert(volume.into());
@@ -153,7 +154,10 @@ fn replica(at: usize) -> Replica {
             desire_state: DesireState::Running,
             eviction_requested: false,
         },
-        status: ReplicaStatus { current_state: CurrentState::Running, ..ReplicaStatus::default() },
+        status: StoredReplicaStatus {
+            current_state: CurrentState::Running,
+            ..StoredReplicaStatus::default()
+        },
     }
 }
 
@@ -292,13 +296,13 @@ fn the_arbiter_grants_again_once_more_than_half_serve() {
     engine.spec.attach = new;
     engine.spec.node_id = Some(node(1));
     engine.spec.desire_state = DesireState::Running;
-    engine.status = EngineStatus {
+    engine.status = StoredEngineStatus {
         current_state: CurrentState::Running,
         phase: Some(EnginePhase::Serving),
         generation: Some(committed.id.generation),
         endpoint: Some("/dev/longhorn/v".to_owned()),
         seen_attach: new,
-        ..EngineStatus::default()
+        ..StoredEngineStatus::default()
     };
     lost.cluster.insert(engine.into());
     lost.run();
