@@ -45,7 +45,7 @@ impl Check {
 
 /// The controller that runs the checks.
 #[derive(Clone, Copy, Debug)]
-pub struct Controller<'a> {
+pub struct ControllerInfo<'a> {
     /// The version of the controller.
     pub version: &'a str,
     /// The level of features that agents of its release have.
@@ -56,7 +56,7 @@ pub struct Controller<'a> {
 
 /// Runs all checks.
 #[must_use]
-pub fn examine(cluster: &ClusterState, agents: &Agents, controller: Controller<'_>) -> Vec<Check> {
+pub fn examine(cluster: &ClusterState, agents: &Agents, controller: ControllerInfo<'_>) -> Vec<Check> {
     let doctor = Doctor { cluster, agents, controller };
     let checks: [(&str, &str, Vec<SetupFinding>); 10] = [
         ("objects", "stored objects can be used", doctor.objects()),
@@ -98,7 +98,7 @@ fn warned(message: String, fix: String) -> SetupFinding {
 struct Doctor<'a> {
     cluster: &'a ClusterState,
     agents: &'a Agents,
-    controller: Controller<'a>,
+    controller: ControllerInfo<'a>,
 }
 
 impl<'a> Doctor<'a> {
@@ -147,7 +147,7 @@ impl<'a> Doctor<'a> {
     }
 
     fn agent_versions(&self) -> Vec<SetupFinding> {
-        let Controller { version, feature_level, .. } = self.controller;
+        let ControllerInfo { version, feature_level, .. } = self.controller;
         let other = |(name, info): (&str, &AgentInfo)| {
             let fix = format!(
                 "apt install ./shorthorn-agent_*.deb  # of {version}, on node {name}; or upgrade the \

@@ -44,7 +44,7 @@ impl About for Namespaced {
 
 /// The known state of a machine at the moment of a decision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Machine {
+pub struct MachineState {
     /// True if Kubernetes reports that its kubelet is ready.
     pub is_ready: bool,
     /// True if this controller reaches its agent, or has lost it only a moment ago.
@@ -93,7 +93,7 @@ pub enum Owner {
 
 /// A volume that Kubernetes has attached to that machine, or is about to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Attachment {
+pub struct AttachedVolume {
     /// The name of the attachment.
     pub name: String,
     /// The uid, which distinguishes it from other objects of the name.
@@ -110,7 +110,7 @@ pub struct Attachment {
     pub is_deleting: bool,
 }
 
-impl Attachment {
+impl AttachedVolume {
     fn is_used_by(&self, pod: &Pod) -> bool {
         let is_its =
             |claim: &Namespaced| claim.namespace == pod.name.namespace && pod.claims.contains(&claim.name);
@@ -164,7 +164,7 @@ pub struct PodPlan {
     /// Pods that stay.
     pub keep: Vec<(Pod, KeepReason)>,
     /// Attachments to delete, because no pod uses them.
-    pub detach: Vec<Attachment>,
+    pub detach: Vec<AttachedVolume>,
     /// Look again after this time even if nothing changes.
     pub requeue_after: Option<Duration>,
 }
@@ -172,7 +172,7 @@ pub struct PodPlan {
 /// Decides about all pods of a machine. `pods` are to be read after `attachments`: a pod exists before its
 /// attachment.
 #[must_use]
-pub fn plan(machine: Machine, pods: &[Pod], attachments: &[Attachment], now: Timestamp) -> PodPlan {
+pub fn plan(machine: MachineState, pods: &[Pod], attachments: &[AttachedVolume], now: Timestamp) -> PodPlan {
     let mut plan = PodPlan::default();
     if machine.is_ready || machine.is_reachable {
         return plan;
@@ -190,7 +190,7 @@ pub fn plan(machine: Machine, pods: &[Pod], attachments: &[Attachment], now: Tim
     }
     // A pod that is force-deleted now uses its volumes until its object is gone: Kubernetes would attach them
     // again.
-    let is_used = |attachment: &Attachment| {
+    let is_used = |attachment: &AttachedVolume| {
         pods.iter().filter(|pod| !pod.has_ended).any(|pod| attachment.is_used_by(pod))
     };
     let unused = attachments.iter().filter(|attachment| {
@@ -201,12 +201,20 @@ pub fn plan(machine: Machine, pods: &[Pod], attachments: &[Attachment], now: Tim
 }
 
 /// Returns the volumes of ours that the pod has there.
-pub fn volumes_of<'a>(pod: &'a Pod, attachments: &'a [Attachment]) -> impl Iterator<Item = &'a Attachment> {
+pub fn volumes_of<'a>(
+    pod: &'a Pod,
+    attachments: &'a [AttachedVolume],
+) -> impl Iterator<Item = &'a AttachedVolume> {
     attachments.iter().filter(move |attachment| attachment.is_ours && attachment.is_used_by(pod))
 }
 
 /// Returns the reason why the pod stays; none if it is to be force-deleted.
-fn why_not(machine: Machine, pod: &Pod, attachments: &[Attachment], now: Timestamp) -> Option<KeepReason> {
+fn why_not(
+    machine: MachineState,
+    pod: &Pod,
+    attachments: &[AttachedVolume],
+    now: Timestamp,
+) -> Option<KeepReason> {
     if pod.owner != Owner::Any {
         return Some(KeepReason::OfItsNode(pod.owner));
     }
@@ -227,7 +235,7 @@ fn why_not(machine: Machine, pod: &Pod, attachments: &[Attachment], now: Timesta
 }
 
 /// Returns a driver of which the pod has a disk there, or may have.
-fn other_driver(machine: Machine, pod: &Pod, attachments: &[Attachment]) -> Option<String> {
+fn other_driver(machine: MachineState, pod: &Pod, attachments: &[AttachedVolume]) -> Option<String> {
     let others = || attachments.iter().filter(|attachment| !attachment.is_ours);
     if let Some(other) = others().find(|attachment| attachment.is_used_by(pod)) {
         return Some(other.driver.clone());
@@ -251,7 +259,7 @@ fn other_driver(machine: Machine, pod: &Pod, attachments: &[Attachment]) -> Opti
 
 /// The machines whose pods may have to be force-deleted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Lost {
+pub struct LostMachines {
     /// By their names in Kubernetes, with the names of their nodes.
     pub machines: BTreeMap<String, NodeName>,
     /// Look again after this time even if nothing changes.
@@ -260,8 +268,13 @@ pub struct Lost {
 
 /// Returns the machines that both Kubernetes and this controller have lost, and that a volume of ours is on.
 #[must_use]
-pub fn lost(kubernetes: &KubernetesCluster, cluster: &ClusterState, agents: &Agents, now: Timestamp) -> Lost {
-    let mut lost = Lost::default();
+pub fn lost(
+    kubernetes: &KubernetesCluster,
+    cluster: &ClusterState,
+    agents: &Agents,
+    now: Timestamp,
+) -> LostMachines {
+    let mut lost = LostMachines::default();
     let unwell = kubernetes
         .drivers
         .iter()

@@ -23,7 +23,7 @@ pub struct Inspection {
 
 /// The consequences for the volume with one replica as the only one.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Choice {
+pub struct SalvageChoice {
     /// The replica that would be the only one.
     pub replica: ReplicaId,
     /// True if it can be chosen at all.
@@ -48,21 +48,24 @@ pub fn arbiter(attach: u64, replica: ReplicaId) -> Arbiter {
 /// Judges every replica. `inspections` has none for an unreadable replica; `granted` is the arbiter's last
 /// grant.
 #[must_use]
-pub fn choices(inspections: &BTreeMap<ReplicaId, Option<Inspection>>, granted: Option<View>) -> Vec<Choice> {
-    let known = Known::of(inspections, granted);
+pub fn choices(
+    inspections: &BTreeMap<ReplicaId, Option<Inspection>>,
+    granted: Option<View>,
+) -> Vec<SalvageChoice> {
+    let known = CombinedViews::of(inspections, granted);
     inspections.iter().map(|(replica, inspection)| known.judge(*replica, inspection.as_ref())).collect()
 }
 
 /// The combined knowledge of all readable replicas.
-struct Known {
+struct CombinedViews {
     committed: Option<View>,
     /// Newer than that, each of which may have gone through.
     proposed: Vec<View>,
     unseen: Vec<ReplicaId>,
 }
 
-impl Known {
-    fn of(inspections: &BTreeMap<ReplicaId, Option<Inspection>>, granted: Option<View>) -> Known {
+impl CombinedViews {
+    fn of(inspections: &BTreeMap<ReplicaId, Option<Inspection>>, granted: Option<View>) -> CombinedViews {
         let seen = inspections.values().flatten().filter_map(|inspection| inspection.report.as_ref());
         let committed = seen.clone().map(|report| report.committed).max_by_key(|view| view.id);
         let mut proposed: Vec<View> =
@@ -71,11 +74,11 @@ impl Known {
         proposed.sort_unstable_by_key(|view| view.id);
         proposed.dedup();
         let unseen = inspections.iter().filter(|(_, inspection)| inspection.is_none());
-        Known { committed, proposed, unseen: unseen.map(|(id, _)| *id).collect() }
+        CombinedViews { committed, proposed, unseen: unseen.map(|(id, _)| *id).collect() }
     }
 
-    fn judge(&self, replica: ReplicaId, inspection: Option<&Inspection>) -> Choice {
-        let impossible = |why: &str| Choice { replica, possible: false, losses: vec![why.to_owned()] };
+    fn judge(&self, replica: ReplicaId, inspection: Option<&Inspection>) -> SalvageChoice {
+        let impossible = |why: &str| SalvageChoice { replica, possible: false, losses: vec![why.to_owned()] };
         let Some(found) = inspection else {
             return impossible(
                 "the data is unknown, because its node does \
@@ -101,7 +104,7 @@ impl Known {
         } else if found.dirty {
             losses.push("unclean close: any part of the writes in flight may be missing".to_owned());
         }
-        Choice { replica, possible: true, losses }
+        SalvageChoice { replica, possible: true, losses }
     }
 
     /// Returns the views in which writes may have been acknowledged without this replica.

@@ -1,7 +1,7 @@
 //! The cluster as a whole.
 
 use shorthorn_api::v1;
-use shorthorn_controller_core::doctor::{self, Check, Controller};
+use shorthorn_controller_core::doctor::{self, Check, ControllerInfo};
 use shorthorn_controller_core::overview::{Issues, Overview};
 
 use super::server::Api;
@@ -40,7 +40,7 @@ impl Api {
     }
 
     pub(super) fn examine(&self) -> v1::Examination {
-        let controller = Controller {
+        let controller = ControllerInfo {
             version: VERSION,
             feature_level: shorthorn_api::level::NEWEST,
             limits: self.settings.scheduling,

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use shorthorn_api::v1;
 use shorthorn_controller_core::objects::Replica;
 use shorthorn_controller_core::requests::{self, SalvageVolume};
-use shorthorn_controller_core::salvage::{self, Choice};
+use shorthorn_controller_core::salvage::{self, SalvageChoice};
 use shorthorn_controller_core::{Timestamp, why};
 use shorthorn_types::View;
 use tokio::task::JoinSet;
@@ -123,7 +123,7 @@ fn judged(found: Vec<Inspected>, granted: Option<View>) -> Vec<v1::InspectedRepl
         .iter()
         .map(|(replica, found)| (replica.spec.replica_id, found.as_ref().ok().map(convert::inspection)));
     let choices = salvage::choices(&inspections.collect(), granted);
-    let mut choices: BTreeMap<_, Choice> =
+    let mut choices: BTreeMap<_, SalvageChoice> =
         choices.into_iter().map(|choice| (choice.replica, choice)).collect();
     let mut shown: Vec<v1::InspectedReplica> = found
         .into_iter()

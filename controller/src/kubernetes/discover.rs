@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use k8s_openapi::api::core::v1::Node as Machine;
+use k8s_openapi::api::core::v1::Node as KubeNode;
 use k8s_openapi::api::storage::v1::CSINode;
 use kube::{Api, Client};
 use shorthorn_controller_core::discovery::{self, KubernetesCluster, NotFound};
@@ -86,7 +86,7 @@ pub async fn discover(client: Client, known: Arc<Machines>, store: Arc<dyn Store
     );
 }
 
-fn machine(node: &Machine) -> Option<discovery::Machine> {
+fn machine(node: &KubeNode) -> Option<discovery::Machine> {
     let labels = node.metadata.labels.clone().unwrap_or_default();
     let addresses = node.status.iter().flat_map(|status| status.addresses.iter().flatten());
     let pairs = addresses.map(|address| (address.type_.as_str(), address.address.as_str()));
@@ -99,7 +99,7 @@ fn machine(node: &Machine) -> Option<discovery::Machine> {
 }
 
 /// Returns true if Kubernetes reports that the kubelet of the machine is ready.
-pub(super) fn is_ready(node: &Machine) -> bool {
+pub(super) fn is_ready(node: &KubeNode) -> bool {
     let mut conditions = node.status.iter().flat_map(|status| status.conditions.iter().flatten());
     conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }

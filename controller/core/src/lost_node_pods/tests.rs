@@ -6,7 +6,7 @@ use crate::reconcile::UNREACHABLE_AFTER;
 use crate::requests::{Change, CreateVolume};
 
 const NODE: &str = "n";
-const LOST: Machine = Machine { is_ready: false, is_reachable: false, has_nameless_disks: false };
+const LOST: MachineState = MachineState { is_ready: false, is_reachable: false, has_nameless_disks: false };
 
 fn at(second: i64) -> Timestamp {
     Timestamp::new(1_000_000 + second, 0).unwrap()
@@ -28,8 +28,8 @@ fn pod(name: &str, claims: &[&str]) -> Pod {
 }
 
 /// Returns an attachment of that claim, with a name derived from it.
-fn attachment(of: &str, is_ours: bool) -> Attachment {
-    Attachment {
+fn attachment(of: &str, is_ours: bool) -> AttachedVolume {
+    AttachedVolume {
         name: format!("csi-{of}"),
         uid: format!("uid-csi-{of}"),
         driver: if is_ours { "csi.shorthorn.io" } else { "disks.example" }.to_owned(),
@@ -60,7 +60,7 @@ fn a_pod_is_force_deleted_first_and_its_volume_is_detached_after() {
 #[test]
 fn nothing_is_done_unless_both_have_lost_the_node() {
     let attachments = [attachment("data", true), attachment("unused", true)];
-    for machine in [Machine { is_ready: true, ..LOST }, Machine { is_reachable: true, ..LOST }] {
+    for machine in [MachineState { is_ready: true, ..LOST }, MachineState { is_reachable: true, ..LOST }] {
         assert_eq!(
             plan(machine, &[pod("p", &["data"])], &attachments, at(0)),
             PodPlan::default(),
@@ -75,9 +75,9 @@ fn each_pod_that_stays_has_its_reason() {
     let owned = |owner| Pod { owner, ..ours() };
     let other = || KeepReason::OtherDriver("disks.example".to_owned());
     let itself = || KeepReason::OtherDriver("Kubernetes itself".to_owned());
-    let nameless = Machine { has_nameless_disks: true, ..LOST };
+    let nameless = MachineState { has_nameless_disks: true, ..LOST };
     let finalizers = || vec!["example/wait".to_owned()];
-    let table: Vec<(&str, Machine, Pod, Option<KeepReason>)> = vec![
+    let table: Vec<(&str, MachineState, Pod, Option<KeepReason>)> = vec![
         ("deleted, time over", LOST, ours(), None),
         ("exactly over", LOST, Pod { gone_by: Some(at(0)), ..ours() }, None),
         ("not deleted", LOST, Pod { gone_by: None, ..ours() }, Some(KeepReason::NotDeleted)),
@@ -128,7 +128,7 @@ fn each_pod_that_stays_has_its_reason() {
 
 #[test]
 fn an_attachment_without_a_known_claim_may_be_of_any_claim() {
-    let unknown = Attachment { claim: None, ..attachment("x", false) };
+    let unknown = AttachedVolume { claim: None, ..attachment("x", false) };
     let attachments = [attachment("data", true), unknown];
     let pods = [pod("p", &["data"]), pod("q", &["data", "files"])];
     let plan = plan(LOST, &pods, &attachments, at(0));
@@ -141,7 +141,7 @@ fn an_attachment_without_a_known_claim_may_be_of_any_claim() {
 
 #[test]
 fn attachments_stay_while_a_pod_uses_them() {
-    let table: Vec<(&str, Vec<Pod>, Attachment, bool)> = vec![
+    let table: Vec<(&str, Vec<Pod>, AttachedVolume, bool)> = vec![
         ("unknown", vec![pod("p", &["b"])], attachment("a", true), true),
         ("a pod that is force deleted now", vec![pod("p", &["a"])], attachment("a", true), false),
         (
@@ -158,8 +158,8 @@ fn attachments_stay_while_a_pod_uses_them() {
             true,
         ),
         ("another driver's", vec![], attachment("a", false), false),
-        ("on its way out", vec![], Attachment { is_deleting: true, ..attachment("a", true) }, false),
-        ("of an unknown claim", vec![], Attachment { claim: None, ..attachment("a", true) }, false),
+        ("on its way out", vec![], AttachedVolume { is_deleting: true, ..attachment("a", true) }, false),
+        ("of an unknown claim", vec![], AttachedVolume { claim: None, ..attachment("a", true) }, false),
     ];
     for (what, pods, attachment, is_detached) in table {
         let plan = plan(LOST, &pods, std::slice::from_ref(&attachment), at(0));
@@ -223,5 +223,8 @@ fn a_machine_is_lost_if_kubelet_and_agent_are_silent_and_a_volume_is_there() {
         assert_eq!(lost.requeue_after, None, "{what}");
     }
     let blurred = lost(&kubernetes(false), &here(), &down(), at(limit_s - 3));
-    assert_eq!(blurred, Lost { machines: BTreeMap::new(), requeue_after: Some(Duration::from_secs(3)) });
+    assert_eq!(
+        blurred,
+        LostMachines { machines: BTreeMap::new(), requeue_after: Some(Duration::from_secs(3)) }
+    );
 }

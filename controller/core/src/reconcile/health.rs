@@ -141,7 +141,7 @@ fn said(status: &StoredEngineStatus) -> &str {
 }
 
 /// The decision on starting the engine now.
-pub(super) enum Readiness {
+pub(super) enum StartReadiness {
     /// Start with these replicas.
     Ready(BTreeMap<ReplicaId, ReplicaTarget>),
     /// The start has to wait: the rest of the time limit, and the missing replicas.
@@ -160,7 +160,7 @@ pub(super) fn readiness(
     node: &NodeName,
     left: Duration,
     node_was_lost: bool,
-) -> Readiness {
+) -> StartReadiness {
     let all = replicas.len() + unknown.len();
     let mut targets = BTreeMap::new();
     let mut missing = Vec::new();
@@ -186,13 +186,13 @@ pub(super) fn readiness(
     let is_enough =
         targets.len() >= needed_at_once && are_all_final || targets.len() >= needed && left.is_zero();
     if missing.is_empty() || is_enough {
-        return Readiness::Ready(targets);
+        return StartReadiness::Ready(targets);
     }
     let message = missing.join("; ");
     if !left.is_zero() {
-        return Readiness::Wait(left, message);
+        return StartReadiness::Wait(left, message);
     }
-    Readiness::TooFew(format!(
+    StartReadiness::TooFew(format!(
         "{} of {} replicas run and {needed} are needed; it starts as soon as enough are back, \
          or detach it to give up: {message}",
         targets.len(),
@@ -253,7 +253,7 @@ mod tests {
 
     /// Returns replicas on nodes of their own, of which the first `running` run and the nodes of the others
     /// do not answer.
-    fn readiness_with(running: u64, all: u64, left: Duration, node_was_lost: bool) -> Readiness {
+    fn readiness_with(running: u64, all: u64, left: Duration, node_was_lost: bool) -> StartReadiness {
         readiness_beside(0, running, all, left, node_was_lost)
     }
 
@@ -264,7 +264,7 @@ mod tests {
         all: u64,
         left: Duration,
         node_was_lost: bool,
-    ) -> Readiness {
+    ) -> StartReadiness {
         let replica = |at: u64| {
             let replica_id = ReplicaId::from_random(at + 1);
             let status = StoredReplicaStatus {
@@ -298,7 +298,7 @@ mod tests {
     #[test]
     fn a_majority_starts_at_once_and_half_of_the_replicas_after_the_wait() {
         let starts_after = |lost, running, all, left| {
-            matches!(readiness_with(running, all, left, lost), Readiness::Ready(_))
+            matches!(readiness_with(running, all, left, lost), StartReadiness::Ready(_))
         };
         let starts = |running, all, left| starts_after(false, running, all, left);
         for (running, all) in [(2, 3), (3, 4), (3, 5), (1, 1)] {
@@ -319,14 +319,14 @@ mod tests {
     #[test]
     fn replicas_that_the_controller_cannot_use_count_as_members_that_do_not_run() {
         let starts = |unknown, running, left| {
-            matches!(readiness_beside(unknown, running, running, left, false), Readiness::Ready(_))
+            matches!(readiness_beside(unknown, running, running, left, false), StartReadiness::Ready(_))
         };
         for left in [REPLICA_WAIT, Duration::ZERO] {
             assert!(starts(1, 2, left), "2 of 3");
             assert!(!starts(2, 1, left), "1 of 3");
             assert!(!starts(3, 0, left) && !starts(0, 0, left), "none");
         }
-        let Readiness::TooFew(message) = readiness_beside(3, 0, 0, Duration::ZERO, false) else {
+        let StartReadiness::TooFew(message) = readiness_beside(3, 0, 0, Duration::ZERO, false) else {
             panic!("it starts without replicas")
         };
         assert!(message.contains("0 of 3") && message.contains("cannot be used"), "{message}");

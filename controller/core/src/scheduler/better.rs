@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 
 use super::Placement;
 use super::request::{NodeCandidate, PlacementRequest};
-use super::scores::{Choice, Gain, compare, scores, spread};
+use super::scores::{Gain, PlacementChoice, compare, scores, spread};
 use super::zones::Zones;
 use crate::NodeName;
 
@@ -58,7 +58,7 @@ fn best(
     let choices = zones.count(request, nodes);
     let choice = |(at, disk_at): (usize, usize)| {
         let node = &nodes[at];
-        Choice { node, disk: &node.disks[disk_at], zone: zones.of_node(at) }
+        PlacementChoice { node, disk: &node.disks[disk_at], zone: zones.of_node(at) }
     };
     let worth = |at: (usize, usize)| Some((at, gain(request, &choice(at), &choice(here))?));
     let worth = choices.into_iter().filter(|at| *at != here).filter_map(worth);
@@ -71,12 +71,12 @@ fn best(
 }
 
 /// Returns the gain of `there` over `here`, if that is worth a copy.
-fn gain(request: &PlacementRequest, there: &Choice<'_>, here: &Choice<'_>) -> Option<Gain> {
+fn gain(request: &PlacementRequest, there: &PlacementChoice<'_>, here: &PlacementChoice<'_>) -> Option<Gain> {
     match spread(request, there, here) {
         Some((Ordering::Less, gain)) => Some(gain),
         Some(_) => None,
         None => {
-            let room = |choice: &Choice<'_>| choice.disk.room_bytes(request.limits);
+            let room = |choice: &PlacementChoice<'_>| choice.disk.room_bytes(request.limits);
             let worth = request.size_bytes / WORTH_DIVISOR;
             (room(there) > room(here).saturating_add(worth)).then_some(Gain::Room)
         }

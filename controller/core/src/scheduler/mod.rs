@@ -115,7 +115,7 @@ fn best(
 ) -> Option<(usize, usize)> {
     let scored = choices.iter().map(|(at, disk_at)| {
         let node = &nodes[*at];
-        let choice = scores::Choice { node, disk: &node.disks[*disk_at], zone: zones.of_node(*at) };
+        let choice = scores::PlacementChoice { node, disk: &node.disks[*disk_at], zone: zones.of_node(*at) };
         ((scores::scores(request, &choice), choice), (*at, *disk_at))
     });
     scored.min_by(|(one, _), (other, _)| scores::compare(one, other)).map(|(_, place)| place)

@@ -5,13 +5,13 @@ use std::cmp::Ordering;
 use super::request::{DiskCandidate, NodeCandidate, PlacementRequest, Zone};
 
 /// A disk that can be chosen.
-pub(super) struct Choice<'a> {
+pub(super) struct PlacementChoice<'a> {
     pub(super) node: &'a NodeCandidate,
     pub(super) disk: &'a DiskCandidate,
     pub(super) zone: &'a Zone,
 }
 
-type Score = fn(&PlacementRequest, &Choice<'_>) -> u64;
+type Score = fn(&PlacementRequest, &PlacementChoice<'_>) -> u64;
 
 /// Zones first, then nodes in them, then disks; before all of that the place that was asked for.
 const SPREAD: &[(Gain, Score)] =
@@ -39,7 +39,7 @@ pub enum Gain {
 pub(super) type Scores = [u64; SPREAD.len() + ROOM.len()];
 
 /// Returns the scores of a choice. They are computed once for many comparisons.
-pub(super) fn scores(request: &PlacementRequest, choice: &Choice<'_>) -> Scores {
+pub(super) fn scores(request: &PlacementRequest, choice: &PlacementChoice<'_>) -> Scores {
     let mut scores = [0; SPREAD.len() + ROOM.len()];
     let all = SPREAD.iter().map(|(_, score)| score).chain(ROOM);
     for (value, score) in scores.iter_mut().zip(all) {
@@ -49,7 +49,10 @@ pub(super) fn scores(request: &PlacementRequest, choice: &Choice<'_>) -> Scores 
 }
 
 /// Compares two choices with their scores.
-pub(super) fn compare(one: &(Scores, Choice<'_>), other: &(Scores, Choice<'_>)) -> Ordering {
+pub(super) fn compare(
+    one: &(Scores, PlacementChoice<'_>),
+    other: &(Scores, PlacementChoice<'_>),
+) -> Ordering {
     // Names decide between equal scores.
     let names = || {
         let ((_, one), (_, other)) = (one, other);
@@ -62,8 +65,8 @@ pub(super) fn compare(one: &(Scores, Choice<'_>), other: &(Scores, Choice<'_>)) 
 /// none if equal.
 pub(super) fn spread(
     request: &PlacementRequest,
-    one: &Choice<'_>,
-    other: &Choice<'_>,
+    one: &PlacementChoice<'_>,
+    other: &PlacementChoice<'_>,
 ) -> Option<(Ordering, Gain)> {
     let mut orders =
         SPREAD.iter().map(|(gain, score)| (score(request, one).cmp(&score(request, other)), *gain));
@@ -71,29 +74,29 @@ pub(super) fn spread(
 }
 
 /// Returns the node of the attachment, unless it has a replica already.
-fn locality(request: &PlacementRequest, choice: &Choice<'_>) -> u64 {
+fn locality(request: &PlacementRequest, choice: &PlacementChoice<'_>) -> u64 {
     let is_local = request.local.as_ref() == Some(&choice.node.name);
     u64::from(!is_local || choice.node.same_volume() > 0)
 }
 
-fn used_zone(_: &PlacementRequest, choice: &Choice<'_>) -> u64 {
+fn used_zone(_: &PlacementRequest, choice: &PlacementChoice<'_>) -> u64 {
     choice.zone.same_volume.into()
 }
 
-fn used_node(_: &PlacementRequest, choice: &Choice<'_>) -> u64 {
+fn used_node(_: &PlacementRequest, choice: &PlacementChoice<'_>) -> u64 {
     choice.node.same_volume().into()
 }
 
-fn used_disk(_: &PlacementRequest, choice: &Choice<'_>) -> u64 {
+fn used_disk(_: &PlacementRequest, choice: &PlacementChoice<'_>) -> u64 {
     choice.disk.same_volume.into()
 }
 
 /// Prefers the zone with more room. Otherwise the zones that come first by name would fill up first, and the
 /// last one would lag behind for good.
-fn fuller_zone(_: &PlacementRequest, choice: &Choice<'_>) -> u64 {
+fn fuller_zone(_: &PlacementRequest, choice: &PlacementChoice<'_>) -> u64 {
     u64::MAX - choice.zone.mean_room_bytes
 }
 
-fn fuller_disk(request: &PlacementRequest, choice: &Choice<'_>) -> u64 {
+fn fuller_disk(request: &PlacementRequest, choice: &PlacementChoice<'_>) -> u64 {
     u64::MAX - choice.disk.room_bytes(request.limits)
 }

@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::{Node as Machine, PersistentVolume, Pod as KubePod};
+use k8s_openapi::api::core::v1::{Node as KubeNode, PersistentVolume, Pod as KubePod};
 use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::api::{Api, DeleteParams, ListParams, Preconditions};
-use shorthorn_controller_core::lost_node_pods::{self, Attachment, KeepReason, Namespaced, Pod, PodPlan};
+use shorthorn_controller_core::lost_node_pods::{self, AttachedVolume, KeepReason, Namespaced, Pod, PodPlan};
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::{Event, NodeName, Timestamp};
 use shorthorn_kube::{CallError, bounded, is_code};
@@ -96,7 +96,7 @@ impl PodForceDeleter {
     }
 
     async fn round(&self, name: &str, node: &NodeName, memory: &mut Memory) -> Result<Round, RoundError> {
-        let machine = bounded(Api::<Machine>::all(self.client.clone()).get_opt(name)).await;
+        let machine = bounded(Api::<KubeNode>::all(self.client.clone()).get_opt(name)).await;
         let machine = machine.map_err(doing("read the node"))?;
         let attachments = self.attachments(name, memory).await?;
         // The last step: a pod exists before its attachment.
@@ -116,7 +116,7 @@ impl PodForceDeleter {
         name: &str,
         node: &NodeName,
         plan: PodPlan,
-        attachments: &[Attachment],
+        attachments: &[AttachedVolume],
         memory: &mut Memory,
     ) -> Result<(), RoundError> {
         let mut trouble = None;
@@ -158,14 +158,14 @@ impl PodForceDeleter {
     }
 
     /// Has Kubernetes take the volume away from the machine; false: it does already.
-    async fn detach(&self, attachment: &Attachment) -> Result<bool, RoundError> {
+    async fn detach(&self, attachment: &AttachedVolume) -> Result<bool, RoundError> {
         let api: Api<VolumeAttachment> = Api::all(self.client.clone());
         let done = deleted(bounded(api.delete(&attachment.name, &exactly(&attachment.uid))).await);
         self.metrics.force_deleted("attachment", done.is_ok());
         done.map_err(doing("delete an attachment"))
     }
 
-    fn record_force_delete(&self, name: &str, pod: &Pod, attachments: &[Attachment]) {
+    fn record_force_delete(&self, name: &str, pod: &Pod, attachments: &[AttachedVolume]) {
         let message = format!(
             "node {name} is lost and cannot end the pod: its object is deleted, so that it can come back \
              elsewhere"
@@ -178,7 +178,7 @@ impl PodForceDeleter {
         }
     }
 
-    fn record_detach(&self, name: &str, attachment: &Attachment) {
+    fn record_detach(&self, name: &str, attachment: &AttachedVolume) {
         let message = format!(
             "no pod of the lost node {name} uses the volume any longer: the volume is detached once its \
              engine is fenced"
@@ -201,7 +201,7 @@ impl PodForceDeleter {
         self.events.record_of_pod(Event { about, warning, reason, message }, &pod.uid);
     }
 
-    fn record_of_volume(&self, attachment: &Attachment, reason: &'static str, message: String) {
+    fn record_of_volume(&self, attachment: &AttachedVolume, reason: &'static str, message: String) {
         let Some(handle) = &attachment.handle else { return };
         let about = Key::new(Kind::Volume, handle);
         let cluster = self.store.state();
@@ -211,7 +211,7 @@ impl PodForceDeleter {
     }
 
     /// Returns the disks that are attached to the machine, or about to be.
-    async fn attachments(&self, name: &str, memory: &mut Memory) -> Result<Vec<Attachment>, RoundError> {
+    async fn attachments(&self, name: &str, memory: &mut Memory) -> Result<Vec<AttachedVolume>, RoundError> {
         let api: Api<VolumeAttachment> = Api::all(self.client.clone());
         let there = |attachment: VolumeAttachment| Some(attachment).filter(|one| one.spec.node_name == name);
         let listed = list(&api, ListParams::default(), there).await;

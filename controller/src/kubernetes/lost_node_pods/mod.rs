@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kube::Client;
-use shorthorn_controller_core::lost_node_pods::{self, Lost};
+use shorthorn_controller_core::lost_node_pods::{self, LostMachines};
 use shorthorn_controller_core::objects::Kind;
 use shorthorn_controller_core::{NodeName, Timestamp};
 use tokio::sync::Semaphore;
@@ -97,9 +97,9 @@ impl PodForceDeleter {
         }
     }
 
-    fn lost(&self) -> Lost {
+    fn lost(&self) -> LostMachines {
         // Nothing is done before Kubernetes has said which machines it has.
-        let Some(kubernetes) = self.known.kubernetes() else { return Lost::default() };
+        let Some(kubernetes) = self.known.kubernetes() else { return LostMachines::default() };
         let cluster = self.store.state();
         lost_node_pods::lost(&kubernetes, &cluster, &self.fleet.agents(), Timestamp::now())
     }

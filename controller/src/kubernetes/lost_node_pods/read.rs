@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use k8s_openapi::api::core::v1::{Node as KubeNode, PersistentVolume, Pod as KubePod, Volume};
 use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::ResourceExt;
-use shorthorn_controller_core::lost_node_pods::{Attachment, Machine, Namespaced, Owner, Pod};
+use shorthorn_controller_core::lost_node_pods::{AttachedVolume, MachineState, Namespaced, Owner, Pod};
 use shorthorn_csi::DRIVER_NAME;
 
 use crate::kubernetes::discover::is_ready;
@@ -23,9 +23,9 @@ pub(super) struct Claimed {
     handle: Option<String>,
 }
 
-pub(super) fn machine(node: &KubeNode, is_reachable: bool) -> Machine {
+pub(super) fn machine(node: &KubeNode, is_reachable: bool) -> MachineState {
     let mut attached = node.status.iter().flat_map(|status| status.volumes_attached.iter().flatten());
-    Machine {
+    MachineState {
         is_ready: is_ready(node),
         is_reachable,
         has_nameless_disks: attached.any(|disk| !disk.name.starts_with(CSI_PREFIX)),
@@ -105,9 +105,12 @@ pub(super) fn claimed(volume: &PersistentVolume) -> Option<Claimed> {
     Some(Claimed { claim, handle })
 }
 
-pub(super) fn attachment(attachment: &VolumeAttachment, claimed: &BTreeMap<String, Claimed>) -> Attachment {
+pub(super) fn attachment(
+    attachment: &VolumeAttachment,
+    claimed: &BTreeMap<String, Claimed>,
+) -> AttachedVolume {
     let claimed = volume_name(attachment).and_then(|volume| claimed.get(volume));
-    Attachment {
+    AttachedVolume {
         name: attachment.name_any(),
         uid: attachment.metadata.uid.clone().unwrap_or_default(),
         driver: attachment.spec.attacher.clone(),

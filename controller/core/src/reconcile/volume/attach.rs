@@ -100,18 +100,18 @@ impl VolumeReconciler<'_> {
         let node_was_lost = engine.spec.attach > 0 && self.objects.is_fenced(engine);
         let unknown = self.context.cluster.unknown_members_of(&self.stored.metadata.name).collect();
         match health::readiness(self.objects.replicas(), unknown, first_members, &node, left, node_was_lost) {
-            health::Readiness::Ready(targets) => {
+            health::StartReadiness::Ready(targets) => {
                 self.write_launch(engine, node, targets);
                 self.set_settled_of_start(Finding::wrong("EngineStarting", "the engine is being started"));
             }
-            health::Readiness::Wait(left, missing) => {
+            health::StartReadiness::Wait(left, missing) => {
                 self.actions.again_after(left);
                 self.set_settled_of_start(Finding::wrong(
                     "WaitingForReplicas",
                     format!("waiting for replicas: {missing}"),
                 ));
             }
-            health::Readiness::TooFew(message) => {
+            health::StartReadiness::TooFew(message) => {
                 let finding = Finding::wrong("TooFewReplicas", message);
                 self.set_health(Robustness::Faulted, finding.clone());
                 self.set_settled(finding);
