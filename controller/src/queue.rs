@@ -14,7 +14,7 @@ use crate::backoff::backoff;
 /// the run over it has ended. So the queue is as long as the store at most. Urgent ones come first.
 #[derive(Default)]
 pub struct Queue {
-    state: Mutex<State>,
+    state: Mutex<QueueState>,
     wake: Notify,
     /// A place for a replica may have opened.
     opened: Notify,
@@ -25,7 +25,7 @@ pub struct Queue {
 type IsUrgent = dyn Fn(&Key) -> bool + Send + Sync;
 
 #[derive(Debug, Default)]
-struct State {
+struct QueueState {
     urgent: VecDeque<Key>,
     /// An object that has become urgent since it was added keeps its place here, and is passed over.
     ready: VecDeque<Key>,
@@ -85,7 +85,7 @@ impl Queue {
         self.is_urgent.as_ref().is_some_and(|is_urgent| is_urgent(key))
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, QueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -178,7 +178,7 @@ impl Queue {
     }
 }
 
-impl State {
+impl QueueState {
     fn add(&mut self, key: Key, is_urgent: bool) {
         if self.active.contains(&key) {
             self.again.insert(key);

@@ -6,7 +6,7 @@ use shorthorn_api::v1;
 use shorthorn_controller_core::NodeName;
 use tokio::task::JoinSet;
 
-use super::{CallError, Fleet, limited};
+use super::{AgentCallError, Fleet, limited};
 
 /// An agent gives up after half of that: a device that hangs must not hold up the others.
 const DISCOVER_LIMIT: Duration = Duration::from_secs(60);
@@ -18,14 +18,14 @@ impl Fleet {
     pub async fn discover_devices(
         &self,
         nodes: Vec<NodeName>,
-    ) -> Vec<(NodeName, Result<Vec<v1::DiscoveredDevice>, CallError>)> {
+    ) -> Vec<(NodeName, Result<Vec<v1::DiscoveredDevice>, AgentCallError>)> {
         let ask = |node: NodeName| {
             let client = self.client(&node);
             async move {
                 let found = match client {
                     Ok(mut client) => {
                         let request = limited(v1::DiscoverDevicesRequest {}, DISCOVER_LIMIT);
-                        client.discover_devices(request).await.map_err(CallError::from)
+                        client.discover_devices(request).await.map_err(AgentCallError::from)
                     }
                     Err(error) => Err(error),
                 };
@@ -34,7 +34,7 @@ impl Fleet {
         };
         let mut found = at_most(ASKED_MAX, nodes.into_iter().map(ask)).await;
         found.sort_by(|(one, _), (other, _)| one.cmp(other));
-        let blamed = |(node, found): (NodeName, Result<_, CallError>)| {
+        let blamed = |(node, found): (NodeName, Result<_, AgentCallError>)| {
             let found = found.map_err(|error| self.blamed(&node, "examine its devices", error));
             (node, found)
         };

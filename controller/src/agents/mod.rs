@@ -50,7 +50,7 @@ type Client = NodeClient<AgentChannel>;
 
 /// The reason why a call to an agent failed.
 #[derive(Debug, Error)]
-pub enum CallError {
+pub enum AgentCallError {
     /// No such node in the configuration.
     #[error(
         "the address of the agent of node {0} is unknown: start the controller with --node {0}=URL, or set \
@@ -82,24 +82,24 @@ pub enum CallError {
     },
 }
 
-impl CallError {
+impl AgentCallError {
     /// Returns the code for the caller of the controller.
     #[must_use]
     pub const fn code(&self) -> Code {
         match self {
-            CallError::NotConfigured(_) => Code::NotFound,
-            CallError::OutOfReach(_) => Code::Unavailable,
-            CallError::TooOld { .. } => Code::FailedPrecondition,
-            CallError::Refused { code, .. } => *code,
+            AgentCallError::NotConfigured(_) => Code::NotFound,
+            AgentCallError::OutOfReach(_) => Code::Unavailable,
+            AgentCallError::TooOld { .. } => Code::FailedPrecondition,
+            AgentCallError::Refused { code, .. } => *code,
         }
     }
 }
 
-impl From<Status> for CallError {
-    fn from(status: Status) -> CallError {
+impl From<Status> for AgentCallError {
+    fn from(status: Status) -> AgentCallError {
         let text = status.message();
         let message = if text.is_empty() { status.code().to_string() } else { text.to_owned() };
-        CallError::Refused { code: status.code(), message }
+        AgentCallError::Refused { code: status.code(), message }
     }
 }
 
@@ -214,9 +214,9 @@ impl Fleet {
         self.connections().keys().map(|node| Key::new(Kind::Node, node.as_str())).collect()
     }
 
-    fn client(&self, node: &NodeName) -> Result<Client, CallError> {
+    fn client(&self, node: &NodeName) -> Result<Client, AgentCallError> {
         let connections = self.connections();
-        let connection = connections.get(node).ok_or_else(|| CallError::NotConfigured(node.clone()))?;
+        let connection = connections.get(node).ok_or_else(|| AgentCallError::NotConfigured(node.clone()))?;
         Ok(NodeClient::new(self.marked(connection)))
     }
 
@@ -270,10 +270,10 @@ impl Fleet {
     /// Asks the agent of `node` for something, and remembers its answer for the next decision.
     ///
     /// # Errors
-    /// [`CallError`]; the next decision about the instance sees it too.
-    pub async fn call(&self, node: &NodeName, call: &AgentCall) -> Result<(), CallError> {
+    /// [`AgentCallError`]; the next decision about the instance sees it too.
+    pub async fn call(&self, node: &NodeName, call: &AgentCall) -> Result<(), AgentCallError> {
         if !self.agents().get(node).is_some_and(ObservedAgent::is_synced) {
-            return Err(CallError::OutOfReach(node.clone()));
+            return Err(AgentCallError::OutOfReach(node.clone()));
         }
         let started = Instant::now();
         let result = if self.can(node, convert::level_of(call)) {
@@ -281,7 +281,7 @@ impl Fleet {
         } else {
             Err(self.too_old(node, call.verb()))
         };
-        let code = result.as_ref().err().map_or(Code::Ok, CallError::code);
+        let code = result.as_ref().err().map_or(Code::Ok, AgentCallError::code);
         self.metrics.called_agent(call.name(), &format!("{code:?}"), started.elapsed());
         self.change(node, |agent| {
             match &result {
@@ -302,16 +302,16 @@ impl Fleet {
         node: &NodeName,
         what: &'static str,
         asked: impl Future<Output = Result<tonic::Response<T>, Status>>,
-    ) -> Result<T, CallError> {
+    ) -> Result<T, AgentCallError> {
         let answered = asked.await.map(tonic::Response::into_inner);
         answered.map_err(|status| self.blamed(node, what, status.into()))
     }
 
     /// Returns the error with its remedy: a call that an agent does not know has one remedy, for any message
     /// of gRPC.
-    fn blamed(&self, node: &NodeName, what: &'static str, error: CallError) -> CallError {
+    fn blamed(&self, node: &NodeName, what: &'static str, error: AgentCallError) -> AgentCallError {
         match error {
-            CallError::Refused { code: Code::Unimplemented, .. } => self.too_old(node, what),
+            AgentCallError::Refused { code: Code::Unimplemented, .. } => self.too_old(node, what),
             error => error,
         }
     }
@@ -323,14 +323,14 @@ impl Fleet {
         level == 0 || info.is_some_and(|info| info.feature_level >= level)
     }
 
-    fn too_old(&self, node: &NodeName, what: &'static str) -> CallError {
+    fn too_old(&self, node: &NodeName, what: &'static str) -> AgentCallError {
         let agents = self.agents();
         let info = agents.get(node).and_then(|agent| agent.info.as_ref());
         let version = info.map_or_else(|| "not known".to_owned(), |info| info.version.clone());
-        CallError::TooOld { node: node.clone(), what, version }
+        AgentCallError::TooOld { node: node.clone(), what, version }
     }
 
-    async fn send(&self, node: &NodeName, call: &AgentCall) -> Result<(), CallError> {
+    async fn send(&self, node: &NodeName, call: &AgentCall) -> Result<(), AgentCallError> {
         let mut client = self.client(node)?;
         match convert::message(call) {
             Message::StartReplica(request) => {
@@ -362,7 +362,7 @@ impl Fleet {
                 client.delete_replica(limited(request, STOP_LIMIT)).await.map(drop)
             }
         }
-        .map_err(CallError::from)
+        .map_err(AgentCallError::from)
     }
 }
 

@@ -11,7 +11,7 @@ use shorthorn_types::{ReplicaId, VolumeName};
 use tonic::{Response, Status};
 
 use super::discover::at_most;
-use super::{ASKED_MAX, CALL_LIMIT, CallError, Client, Fleet, STOP_LIMIT, convert, limited};
+use super::{ASKED_MAX, AgentCallError, CALL_LIMIT, Client, Fleet, STOP_LIMIT, convert, limited};
 
 /// The longest that an agent may take to replace the process of an engine. The agent itself gives the new
 /// process a minute, and the last one may end before.
@@ -43,14 +43,14 @@ impl FoundTrash {
 impl<T> Found<T> {
     /// Sorts answers: those with findings, and the reasons why findings are missing.
     fn sorted<A>(
-        answers: Vec<(NodeName, Result<A, CallError>)>,
+        answers: Vec<(NodeName, Result<A, AgentCallError>)>,
         mut findings: impl FnMut(&NodeName, A, &mut Vec<T>, &mut Vec<String>),
     ) -> Found<T> {
         let mut all = Found { found: Vec::new(), silent: Vec::new(), problems: Vec::new() };
         for (node, answer) in answers {
             match answer {
                 Ok(answer) => findings(&node, answer, &mut all.found, &mut all.problems),
-                Err(error @ CallError::TooOld { .. }) => all.problems.push(error.to_string()),
+                Err(error @ AgentCallError::TooOld { .. }) => all.problems.push(error.to_string()),
                 Err(error) => {
                     tracing::warn!(%node, %error, "the content of its disks is unknown");
                     all.silent.push(node);
@@ -68,9 +68,9 @@ impl Fleet {
     }
 
     /// Returns an error unless the agent of `node` is connected.
-    fn in_reach(&self, node: &NodeName) -> Result<(), CallError> {
+    fn in_reach(&self, node: &NodeName) -> Result<(), AgentCallError> {
         let is_synced = self.agents().get(node).is_some_and(ObservedAgent::is_synced);
-        is_synced.then_some(()).ok_or_else(|| CallError::OutOfReach(node.clone()))
+        is_synced.then_some(()).ok_or_else(|| AgentCallError::OutOfReach(node.clone()))
     }
 
     /// Asks the connected ones of these agents, a few at a time. Returns an answer or an error for each.
@@ -79,7 +79,7 @@ impl Fleet {
         nodes: Vec<NodeName>,
         what: &'static str,
         ask: impl Fn(Client) -> F,
-    ) -> Vec<(NodeName, Result<T, CallError>)>
+    ) -> Vec<(NodeName, Result<T, AgentCallError>)>
     where
         T: Send + 'static,
         F: Future<Output = Result<Response<T>, Status>> + Send + 'static,
@@ -88,7 +88,7 @@ impl Fleet {
             let asked = self.in_reach(&node).and_then(|()| self.client(&node)).map(&ask);
             async move {
                 let answer = match asked {
-                    Ok(asked) => asked.await.map(Response::into_inner).map_err(CallError::from),
+                    Ok(asked) => asked.await.map(Response::into_inner).map_err(AgentCallError::from),
                     Err(error) => Err(error),
                 };
                 (node, answer)
@@ -96,7 +96,7 @@ impl Fleet {
         };
         let mut answers = at_most(ASKED_MAX, nodes.into_iter().map(question)).await;
         answers.sort_by(|(one, _), (other, _)| one.cmp(other));
-        let blamed = |(node, answer): (NodeName, Result<T, CallError>)| {
+        let blamed = |(node, answer): (NodeName, Result<T, AgentCallError>)| {
             let answer = answer.map_err(|error| self.blamed(&node, what, error));
             (node, answer)
         };
@@ -106,14 +106,14 @@ impl Fleet {
     /// Requests the content of a replica's directory from the agent of `node`.
     ///
     /// # Errors
-    /// [`CallError`].
+    /// [`AgentCallError`].
     pub async fn inspect_replica(
         &self,
         node: &NodeName,
         volume: &VolumeName,
         replica: ReplicaId,
         disk_path: &str,
-    ) -> Result<v1::ReplicaInspection, CallError> {
+    ) -> Result<v1::ReplicaInspection, AgentCallError> {
         self.in_reach(node)?;
         let request = limited(convert::inspect_request(volume, replica, disk_path), CALL_LIMIT);
         self.answer(node, "inspect a replica", self.client(node)?.inspect_replica(request)).await
@@ -134,8 +134,8 @@ impl Fleet {
     /// Returns the content of the trash on the disks of one node.
     ///
     /// # Errors
-    /// [`CallError`].
-    pub async fn trash_on(&self, node: &NodeName) -> Result<v1::ListTrashResponse, CallError> {
+    /// [`AgentCallError`].
+    pub async fn trash_on(&self, node: &NodeName) -> Result<v1::ListTrashResponse, AgentCallError> {
         let request = limited(v1::ListTrashRequest {}, CALL_LIMIT);
         self.answer(node, "list its trash", self.client(node)?.list_trash(request)).await
     }
@@ -143,8 +143,8 @@ impl Fleet {
     /// Has the agent of `node` take a directory out of the trash.
     ///
     /// # Errors
-    /// [`CallError`].
-    pub async fn restore_replica(&self, trashed: &Trashed) -> Result<(), CallError> {
+    /// [`AgentCallError`].
+    pub async fn restore_replica(&self, trashed: &Trashed) -> Result<(), AgentCallError> {
         let request = limited(convert::restore_request(trashed), CALL_LIMIT);
         let mut client = self.client(&trashed.node)?;
         let restored = client.restore_replica(request);
@@ -165,8 +165,8 @@ impl Fleet {
     /// Makes the agent of `node` stop using a directory; its content stays.
     ///
     /// # Errors
-    /// [`CallError`].
-    pub async fn remove_disk(&self, node: &NodeName, path: &str) -> Result<(), CallError> {
+    /// [`AgentCallError`].
+    pub async fn remove_disk(&self, node: &NodeName, path: &str) -> Result<(), AgentCallError> {
         self.in_reach(node)?;
         // Later than a question that is under way, whose answer still has it.
         let _asking = self.ask_for_disks(node).await;
@@ -181,8 +181,8 @@ impl Fleet {
     /// record.
     ///
     /// # Errors
-    /// [`CallError`].
-    pub async fn remove_trash(&self, trashed: &Trashed) -> Result<(), CallError> {
+    /// [`AgentCallError`].
+    pub async fn remove_trash(&self, trashed: &Trashed) -> Result<(), AgentCallError> {
         let request = limited(convert::remove_trash_request(trashed), STOP_LIMIT);
         let mut client = self.client(&trashed.node)?;
         let removed = client.remove_trash(request);
@@ -192,12 +192,12 @@ impl Fleet {
     /// Has the agent of `node` replace the process of an engine.
     ///
     /// # Errors
-    /// [`CallError`].
+    /// [`AgentCallError`].
     pub async fn upgrade_engine(
         &self,
         node: &NodeName,
         request: v1::UpgradeEngineRequest,
-    ) -> Result<v1::UpgradeEngineResponse, CallError> {
+    ) -> Result<v1::UpgradeEngineResponse, AgentCallError> {
         let mut client = self.client(node)?;
         let upgraded = client.upgrade_engine(limited(request, UPGRADE_LIMIT));
         self.answer(node, "upgrade an engine", upgraded).await
@@ -206,8 +206,8 @@ impl Fleet {
     /// Has the agent of `node` start or stop a scrub.
     ///
     /// # Errors
-    /// [`CallError`].
-    pub async fn scrub(&self, node: &NodeName, request: v1::ScrubRequest) -> Result<(), CallError> {
+    /// [`AgentCallError`].
+    pub async fn scrub(&self, node: &NodeName, request: v1::ScrubRequest) -> Result<(), AgentCallError> {
         let request = limited(request, CALL_LIMIT);
         self.answer(node, "scrub a volume", self.client(node)?.scrub(request)).await.map(drop)
     }
@@ -215,8 +215,8 @@ impl Fleet {
     /// Returns the cluster of the node according to its agent; empty: none yet. And that of this controller.
     ///
     /// # Errors
-    /// [`CallError`].
-    pub async fn cluster_of(&self, node: &NodeName) -> Result<(String, String), CallError> {
+    /// [`AgentCallError`].
+    pub async fn cluster_of(&self, node: &NodeName) -> Result<(String, String), AgentCallError> {
         let request = limited(v1::GetNodeRequest {}, CALL_LIMIT);
         let info = self.answer(node, "describe its node", self.client(node)?.get_node(request)).await?;
         Ok((info.cluster, self.store.cluster().to_owned()))
@@ -225,8 +225,8 @@ impl Fleet {
     /// Has the agent of `node` belong to the cluster of this controller instead of `from`.
     ///
     /// # Errors
-    /// [`CallError`].
-    pub async fn take_node(&self, node: &NodeName, from: &str) -> Result<(), CallError> {
+    /// [`AgentCallError`].
+    pub async fn take_node(&self, node: &NodeName, from: &str) -> Result<(), AgentCallError> {
         let request = limited(v1::ReleaseNodeRequest { cluster: from.to_owned() }, CALL_LIMIT);
         // The features are not known yet: the report of another cluster's node is not taken over.
         self.answer(node, "hand its node over", self.client(node)?.release_node(request)).await.map(drop)
@@ -235,8 +235,8 @@ impl Fleet {
     /// Has the agent of `node` prepare a disk.
     ///
     /// # Errors
-    /// [`CallError`].
-    pub async fn add_disk(&self, node: &NodeName, path: &str) -> Result<ObservedDisk, CallError> {
+    /// [`AgentCallError`].
+    pub async fn add_disk(&self, node: &NodeName, path: &str) -> Result<ObservedDisk, AgentCallError> {
         let _asking = self.ask_for_disks(node).await;
         let request = limited(v1::AddDiskRequest { path: path.to_owned() }, CALL_LIMIT);
         let disk = self.answer(node, "add a disk", self.client(node)?.add_disk(request)).await?;

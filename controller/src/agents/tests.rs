@@ -103,7 +103,7 @@ async fn a_call_that_an_older_agent_does_not_know_names_the_agent_to_upgrade() {
     let volume = VolumeName::new("v").unwrap();
     let call = AgentCall::StopInstance { instance: InstanceKey::engine(&volume), attach: Some(1) };
     let away = fleet.call(&node, &call).await.unwrap_err();
-    assert!(matches!(away, CallError::OutOfReach(_)), "{away}");
+    assert!(matches!(away, AgentCallError::OutOfReach(_)), "{away}");
     fleet.change(&node, |agent| {
         agent.info = Some(AgentInfo { version: "0.0.9".to_owned(), ..AgentInfo::default() });
         agent.link = AgentLink::Synced;

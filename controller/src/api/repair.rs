@@ -13,7 +13,7 @@ use tonic::{Response, Status};
 
 use super::server::{Api, Reply};
 use super::status;
-use crate::agents::{CallError, convert};
+use crate::agents::{AgentCallError, convert};
 
 /// The maximum length of an operator's words, which are kept with the volume.
 const WORDS_MAX_CHARS: usize = 500;
@@ -116,7 +116,7 @@ fn short(words: &str, otherwise: &str) -> String {
     if words.is_empty() { otherwise.to_owned() } else { words }
 }
 
-type Inspected = (Replica, Result<v1::ReplicaInspection, CallError>);
+type Inspected = (Replica, Result<v1::ReplicaInspection, AgentCallError>);
 
 fn judged(found: Vec<Inspected>, granted: Option<View>) -> Vec<v1::InspectedReplica> {
     let inspections = found

@@ -16,7 +16,7 @@ use tonic::{Request, Response, Status};
 
 use super::diagnostics::Diagnostics;
 use super::{messages, status};
-use crate::agents::{CallError, Fleet};
+use crate::agents::{AgentCallError, Fleet};
 use crate::kubernetes::attachments::{Attachment, Attachments};
 use crate::kubernetes::workloads::Workloads;
 use crate::random::new_secret;
@@ -354,7 +354,7 @@ impl Controller for Api {
     async fn take_node(&self, request: Request<v1::TakeNodeRequest>) -> Reply<v1::TakeNodeResponse> {
         let v1::TakeNodeRequest { name, from_cluster } = request.into_inner();
         let node = NodeName::new(&name).map_err(|error| Status::invalid_argument(error.to_string()))?;
-        let failed = |error: CallError| Status::new(error.code(), format!("node {node}: {error}"));
+        let failed = |error: AgentCallError| Status::new(error.code(), format!("node {node}: {error}"));
         let (was, cluster) = self.fleet.cluster_of(&node).await.map_err(failed)?;
         if !from_cluster.is_empty() {
             tracing::warn!(%node, from_cluster, "taking over a node of another cluster");

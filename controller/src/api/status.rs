@@ -3,7 +3,7 @@
 use shorthorn_controller_core::requests::RequestError;
 use tonic::{Code, Status};
 
-use crate::agents::CallError;
+use crate::agents::AgentCallError;
 use crate::store::StoreError;
 
 pub(super) fn of_request(error: &RequestError) -> Status {
@@ -67,6 +67,6 @@ pub(super) fn of_store(error: &StoreError) -> Status {
     Status::new(code, error.to_string())
 }
 
-pub(super) fn of_call(error: &CallError) -> Status {
+pub(super) fn of_call(error: &AgentCallError) -> Status {
     Status::new(error.code(), error.to_string())
 }

@@ -30,7 +30,7 @@ const BEATS_MISSED_MAX: u32 = 10;
 
 /// The state of the thread.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum State {
+enum LeaseState {
     /// The thread has made no request yet.
     Starting,
     /// The controller requests the lease; the error of its last call, if any.
@@ -45,7 +45,7 @@ enum State {
 /// A running thread. It ends with this value, and does not give the lease back then.
 #[derive(Debug)]
 pub struct LeaseThread {
-    state: watch::Receiver<State>,
+    state: watch::Receiver<LeaseState>,
     release: Option<oneshot::Sender<()>>,
     /// Ends with this value.
     _beating: JoinSet<()>,
@@ -59,7 +59,7 @@ impl LeaseThread {
     /// # Errors
     /// The operating system gives no thread.
     pub fn start(config: &KubernetesConfig, identity: String, hangs: fn()) -> io::Result<LeaseThread> {
-        let (sender, state) = watch::channel(State::Starting);
+        let (sender, state) = watch::channel(LeaseState::Starting);
         let (release, released) = oneshot::channel();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let config = config.clone();
@@ -71,7 +71,7 @@ impl LeaseThread {
                     () = sender.closed() => {}
                     () = keep(&config, &identity, &sender, released, &beats) => {}
                 }
-                if matches!(&*sender.borrow(), State::Held(_) | State::Lost(_)) {
+                if matches!(&*sender.borrow(), LeaseState::Held(_) | LeaseState::Lost(_)) {
                     // A process that ends in order takes this thread with it.
                     tokio::time::sleep(END_LIMIT).await;
                     hangs();
@@ -89,11 +89,11 @@ impl LeaseThread {
     pub async fn acquired(&mut self, looked: impl Fn(Option<String>)) -> Result<Option<u64>, String> {
         loop {
             match self.state.borrow_and_update().clone() {
-                State::Starting => {}
-                State::Waiting(error) => looked(error),
-                State::Held(number) => return Ok(number),
-                State::Lost(reason) => return Err(reason),
-                State::Released => return Err("the Lease was given back".to_owned()),
+                LeaseState::Starting => {}
+                LeaseState::Waiting(error) => looked(error),
+                LeaseState::Held(number) => return Ok(number),
+                LeaseState::Lost(reason) => return Err(reason),
+                LeaseState::Released => return Err("the Lease was given back".to_owned()),
             }
             if self.state.changed().await.is_err() {
                 return Err(ENDED.to_owned());
@@ -103,8 +103,8 @@ impl LeaseThread {
 
     /// Waits until the lease is lost; returns why.
     pub async fn lost(&mut self) -> String {
-        match self.state.wait_for(|state| matches!(state, State::Lost(_))).await.as_deref() {
-            Ok(State::Lost(reason)) => reason.clone(),
+        match self.state.wait_for(|state| matches!(state, LeaseState::Lost(_))).await.as_deref() {
+            Ok(LeaseState::Lost(reason)) => reason.clone(),
             _ => ENDED.to_owned(),
         }
     }
@@ -115,7 +115,7 @@ impl LeaseThread {
             let _ = release.send(());
         }
         // An error means that the thread has ended.
-        let _ = self.state.wait_for(|state| !matches!(state, State::Held(_))).await;
+        let _ = self.state.wait_for(|state| !matches!(state, LeaseState::Held(_))).await;
     }
 }
 
@@ -146,22 +146,22 @@ async fn hang(beats: &AtomicU64) -> String {
 async fn keep(
     config: &KubernetesConfig,
     identity: &str,
-    state: &watch::Sender<State>,
+    state: &watch::Sender<LeaseState>,
     released: oneshot::Receiver<()>,
     beats: &AtomicU64,
 ) {
     let client = match connect(config).await {
         Ok(client) => client,
         Err(error) => {
-            state.send_replace(State::Lost(format!("the API server cannot be asked: {error}")));
+            state.send_replace(LeaseState::Lost(format!("the API server cannot be asked: {error}")));
             return;
         }
     };
     let looked = |error: Option<&CallError>| {
-        state.send_replace(State::Waiting(error.map(ToString::to_string)));
+        state.send_replace(LeaseState::Waiting(error.map(ToString::to_string)));
     };
     let mut leadership = Leadership::acquire(client, &config.namespace, identity, looked).await;
-    state.send_replace(State::Held(leadership.number()));
+    state.send_replace(LeaseState::Held(leadership.number()));
     let lost = tokio::select! {
         reason = leadership.hold() => Some(reason),
         reason = hang(beats) => Some(reason),
@@ -169,10 +169,10 @@ async fn keep(
         Ok(()) = released => None,
     };
     match lost {
-        Some(reason) => drop(state.send_replace(State::Lost(reason))),
+        Some(reason) => drop(state.send_replace(LeaseState::Lost(reason))),
         None => {
             leadership.release().await;
-            state.send_replace(State::Released);
+            state.send_replace(LeaseState::Released);
         }
     }
 }

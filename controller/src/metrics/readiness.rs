@@ -15,10 +15,10 @@ pub enum ReadinessPhase {
 
 /// The state behind `/readyz`.
 #[derive(Debug)]
-pub struct Readiness(Mutex<State>);
+pub struct Readiness(Mutex<ReadinessState>);
 
 #[derive(Debug)]
-struct State {
+struct ReadinessState {
     phase: ReadinessPhase,
     /// The error of the store if its last call failed.
     away: Option<String>,
@@ -26,18 +26,18 @@ struct State {
 
 impl Default for Readiness {
     fn default() -> Readiness {
-        Readiness(Mutex::new(State { phase: ReadinessPhase::Opening, away: None }))
+        Readiness(Mutex::new(ReadinessState { phase: ReadinessPhase::Opening, away: None }))
     }
 }
 
 impl Readiness {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ReadinessState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Records that the controller has reached the phase.
     pub fn reached(&self, phase: ReadinessPhase) {
-        *self.state() = State { phase, away: None };
+        *self.state() = ReadinessState { phase, away: None };
     }
 
     /// Records whether the store, or the API server, has answered.

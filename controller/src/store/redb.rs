@@ -22,7 +22,7 @@ use tokio::sync::broadcast;
 use self::ca::{RedbCa, Saves};
 use self::disk::Disk;
 use self::file::StoreFile;
-use self::group_commit::{Answer, GroupCommit, Write};
+use self::group_commit::{GroupCommit, Write, WriteResult};
 use self::writer::Writer;
 use super::cache::Cache;
 use super::{Store, StoreError};
@@ -145,7 +145,7 @@ impl Store for RedbStore {
 
 impl Inner {
     /// Returns once the write is durable, or refused.
-    fn write(&self, write: Write) -> Answer {
+    fn write(&self, write: Write) -> WriteResult {
         self.group_commit.write(write, |batch| self.disk.access().commit(&self.cache, batch))
     }
 

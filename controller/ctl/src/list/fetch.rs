@@ -80,7 +80,7 @@ pub(crate) struct Lister {
 }
 
 /// A page of objects, or all pages together.
-struct ListPage<T> {
+struct FetchedPage<T> {
     all: Vec<T>,
     /// The token of the next page; empty for the last one.
     next_token: String,
@@ -125,7 +125,7 @@ impl Lister {
             let problem = Some(page.workloads_problem).filter(|problem| !problem.is_empty());
             let problems = problem.map(|problem| format!("the workloads are not known: {problem}"));
             let problems = problems.into_iter().collect();
-            Ok(ListPage { all: page.volumes, next_token: page.next_page_token, problems })
+            Ok(FetchedPage { all: page.volumes, next_token: page.next_page_token, problems })
         });
         let found = found.await?;
         let mut list = volumes::list(found.all);
@@ -138,7 +138,7 @@ impl Lister {
             let (volume, node) = (volume.clone(), node.clone());
             let request = v1::ListReplicasRequest { volume, page_size, page_token, node };
             let page = client.list_replicas(limited(request)).await?.into_inner();
-            Ok(ListPage { all: page.replicas, next_token: page.next_page_token, problems: Vec::new() })
+            Ok(FetchedPage { all: page.replicas, next_token: page.next_page_token, problems: Vec::new() })
         });
         let found = found.await?;
         Ok((replicas::list(found.all), found.next_token))
@@ -148,7 +148,7 @@ impl Lister {
         let found = self.pages(async |mut client, page_size, page_token| {
             let request = v1::ListNodesRequest { page_size, page_token };
             let page = client.list_nodes(limited(request)).await?.into_inner();
-            Ok(ListPage { all: page.nodes, next_token: page.next_page_token, problems: Vec::new() })
+            Ok(FetchedPage { all: page.nodes, next_token: page.next_page_token, problems: Vec::new() })
         });
         let found = found.await?;
         Ok((list(found.all), found.next_token))
@@ -159,7 +159,7 @@ impl Lister {
             let request = v1::ListVolumeTrashRequest { name: volume.clone(), page_size, page_token };
             let page = client.list_trash(limited(request)).await?.into_inner();
             let problems = trash::unknown(&page.silent_nodes, page.problems);
-            Ok(ListPage { all: page.replicas, next_token: page.next_page_token, problems })
+            Ok(FetchedPage { all: page.replicas, next_token: page.next_page_token, problems })
         });
         let found = found.await?;
         Ok((List { warnings: found.problems, ..trash::list(found.all) }, found.next_token))
@@ -170,7 +170,7 @@ impl Lister {
             let request = v1::ListOrphansRequest { page_size, page_token };
             let page = client.list_orphans(limited(request)).await?.into_inner();
             let problems = trash::unknown(&page.silent_nodes, page.problems);
-            Ok(ListPage { all: page.orphans, next_token: page.next_page_token, problems })
+            Ok(FetchedPage { all: page.orphans, next_token: page.next_page_token, problems })
         });
         let found = found.await?;
         Ok((List { warnings: found.problems, ..trash::orphans(found.all) }, found.next_token))
@@ -179,10 +179,10 @@ impl Lister {
     /// Asks for page after page, as far as is wanted.
     async fn pages<T>(
         &self,
-        ask: impl AsyncFn(ControllerClient<Channel>, u32, String) -> Result<ListPage<T>, Status>,
-    ) -> Result<ListPage<T>, Status> {
+        ask: impl AsyncFn(ControllerClient<Channel>, u32, String) -> Result<FetchedPage<T>, Status>,
+    ) -> Result<FetchedPage<T>, Status> {
         let next_token = self.options.page_token.clone();
-        let mut found = ListPage { all: Vec::new(), next_token, problems: Vec::new() };
+        let mut found = FetchedPage { all: Vec::new(), next_token, problems: Vec::new() };
         while let Some(size) = self.page_after(found.all.len()) {
             let page = ask(self.client.clone(), size, found.next_token).await?;
             found.all.extend(page.all);

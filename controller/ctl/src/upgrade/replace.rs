@@ -71,7 +71,7 @@ enum RequestState {
 
 /// The steps so far.
 #[derive(Debug, Default)]
-struct Progress {
+struct ReplaceProgress {
     /// The volume just before the first request.
     before: Option<v1::Volume>,
     request: RequestState,
@@ -90,7 +90,7 @@ impl One {
     /// Replaces the engine, and waits until its volume is as healthy as before. Returns none if the engine
     /// runs the installed program already, or is gone.
     pub(super) async fn replace(mut self) -> Result<Option<Replaced>, Failure> {
-        let mut progress = Progress::default();
+        let mut progress = ReplaceProgress::default();
         loop {
             let now = self.get_volume().await?;
             progress.see(now.as_ref());
@@ -123,7 +123,7 @@ impl One {
         }
     }
 
-    async fn request_upgrade(&mut self, progress: &mut Progress) -> Result<(), Failure> {
+    async fn request_upgrade(&mut self, progress: &mut ReplaceProgress) -> Result<(), Failure> {
         let message = v1::UpgradeVolumeEngineRequest { name: self.volume.clone(), only_outdated: true };
         let mut request = tonic::Request::new(message);
         request.set_timeout(UPGRADE_LIMIT);
@@ -148,7 +148,7 @@ impl One {
     }
 
     /// Returns the failure of an engine whose time is over.
-    fn late(&self, progress: &Progress) -> Failure {
+    fn late(&self, progress: &ReplaceProgress) -> Failure {
         let why = format!("shorthornctl volume why {} has the reason", self.volume);
         match (progress.state, &progress.lost) {
             (None, _) => self.failure("not replaced in time: no controller answers", true),
@@ -179,7 +179,7 @@ impl One {
     }
 }
 
-impl Progress {
+impl ReplaceProgress {
     fn is_answered(&self) -> bool {
         matches!(self.request, RequestState::Answered | RequestState::LeftAlone)
     }
@@ -298,7 +298,7 @@ mod tests {
     fn the_volume_just_before_the_request_is_compared_with() {
         use EnginePhase::Serving;
         use Robustness::{Degraded, Healthy};
-        let mut progress = Progress::default();
+        let mut progress = ReplaceProgress::default();
         progress.see(Some(&volume(Some(true), Serving, Healthy)));
         // It loses a replica before its turn.
         progress.see(Some(&volume(Some(true), Serving, Degraded)));
@@ -314,7 +314,7 @@ mod tests {
 
     #[test]
     fn lost_requests_are_repeated_after_longer_and_longer_pauses() {
-        let (start, mut progress) = (Instant::now(), Progress::default());
+        let (start, mut progress) = (Instant::now(), ReplaceProgress::default());
         let mut now = start;
         let mut pauses_ms = Vec::new();
         for _ in 0..8 {

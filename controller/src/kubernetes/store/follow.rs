@@ -14,7 +14,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::keys::{FINGERPRINT_ANNOTATION, KeyOfVolume};
-use super::order::List;
+use super::order::ObjectList;
 use super::remote::Part;
 use super::{CallError, ConvertError, Inner, OpenError, bounded, convert, finalizer, is_code};
 use crate::backoff::backoff;
@@ -119,7 +119,7 @@ pub(super) async fn list(inner: &Arc<Inner>, kind: Kind) -> Result<Followed, Ope
 
 async fn list_once(inner: &Arc<Inner>, kind: Kind) -> Result<Followed, OpenError> {
     let api = inner.remote.api(kind);
-    let (mut list, mut followed) = (List::default(), Followed::new(0));
+    let (mut list, mut followed) = (ObjectList::default(), Followed::new(0));
     let mut pages = Pages::new(&api, ListParams::default());
     while let Some(objects) = pages.next().await.map_err(|error| not_installed(kind, error))? {
         if list.version == 0 {
@@ -137,7 +137,7 @@ async fn read_page(
     inner: &Arc<Inner>,
     kind: Kind,
     objects: Vec<DynamicObject>,
-    list: &mut List,
+    list: &mut ObjectList,
     followed: &mut Followed,
 ) -> Result<(), CallError> {
     let mut take = |key: Key, read: Result<Read, CallError>| {

@@ -7,22 +7,22 @@ use shorthorn_controller_core::left_out::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
 use tokio::sync::broadcast;
 
-use super::order::{List, Order};
+use super::order::{ObjectList, VersionOrder};
 use crate::store::StoreError;
 use crate::store::cache::Cache;
 
 /// The known objects, and the versions that were received. Subscribers get each change once.
-pub(super) struct Known {
+pub(super) struct KnownObjects {
     cache: Cache,
-    order: Mutex<Order>,
+    order: Mutex<VersionOrder>,
 }
 
-impl Known {
-    pub(super) fn new() -> Known {
-        Known { cache: Cache::new(ClusterState::default()), order: Mutex::default() }
+impl KnownObjects {
+    pub(super) fn new() -> KnownObjects {
+        KnownObjects { cache: Cache::new(ClusterState::default()), order: Mutex::default() }
     }
 
-    fn order(&self) -> MutexGuard<'_, Order> {
+    fn order(&self) -> MutexGuard<'_, VersionOrder> {
         self.order.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -68,7 +68,7 @@ impl Known {
     }
 
     /// Takes all objects of a kind.
-    pub(super) fn relist(&self, kind: Kind, list: List) {
+    pub(super) fn relist(&self, kind: Kind, list: ObjectList) {
         let mut order = self.order();
         self.cache.change(|state| order.relist(state, kind, list));
     }
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn each_change_is_announced_once_and_older_versions_are_ignored() {
-        let known = Known::new();
+        let known = KnownObjects::new();
         let mut changes = known.changes();
         let key = node(1).key();
         known.take(node(5));
@@ -134,13 +134,13 @@ mod tests {
 
     #[test]
     fn a_list_under_way_does_not_restore_a_removed_object() {
-        let known = Known::new();
+        let known = KnownObjects::new();
         let key = node(1).key();
         known.take(node(5));
         known.forget(&key, 5);
-        known.relist(Kind::Node, List { version: 4, objects: vec![node(4)], ..List::default() });
+        known.relist(Kind::Node, ObjectList { version: 4, objects: vec![node(4)], ..ObjectList::default() });
         assert_eq!(known.state().version(&key), 0);
-        known.relist(Kind::Node, List { version: 9, objects: vec![node(8)], ..List::default() });
+        known.relist(Kind::Node, ObjectList { version: 9, objects: vec![node(8)], ..ObjectList::default() });
         assert_eq!(known.state().version(&key), 8);
         assert!(known.check(&key, 7).is_err() && known.check(&key, 8).is_ok());
     }

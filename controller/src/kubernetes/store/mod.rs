@@ -39,7 +39,7 @@ use tokio::task::JoinSet;
 pub(crate) use self::convert::Parts;
 pub(crate) use self::finalizer::FINALIZER;
 use self::keys::VolumeKeys;
-use self::known::Known;
+use self::known::KnownObjects;
 use self::last_write::LastWrite;
 use self::remote::{Part, Remote};
 use super::events::Events;
@@ -138,7 +138,7 @@ struct Inner {
     /// The key of the secrets of volumes.
     keys: VolumeKeys,
     remote: Remote,
-    known: Known,
+    known: KnownObjects,
     last_write: LastWrite,
     events: Events,
 }
@@ -157,7 +157,7 @@ impl KubeStore {
             cluster: keys.cluster(),
             keys,
             remote: Remote::new(client, namespace),
-            known: Known::new(),
+            known: KnownObjects::new(),
             last_write: LastWrite::default(),
             events,
         });

@@ -13,7 +13,7 @@ use shorthorn_controller_core::objects::{Key, Kind, Object};
 
 /// The state, besides the objects, that is needed to judge incoming versions.
 #[derive(Clone, Debug, Default)]
-pub struct Order {
+pub struct VersionOrder {
     /// The version up to which the watch of each kind has come.
     heard: BTreeMap<Kind, u64>,
     /// The versions of objects that this controller has removed, until the watch or a list shows that too. An
@@ -23,7 +23,7 @@ pub struct Order {
 
 /// All objects of one kind on the API server.
 #[derive(Clone, Debug, Default)]
-pub struct List {
+pub struct ObjectList {
     /// The version of the list.
     pub version: u64,
     /// The valid objects.
@@ -34,7 +34,7 @@ pub struct List {
     pub left_out: BTreeMap<Key, LeftOut>,
 }
 
-impl Order {
+impl VersionOrder {
     /// Takes an object from a watch or an answer. Returns true if it is newer than the known one.
     pub fn take(&mut self, state: &mut ClusterState, object: Object) -> bool {
         let key = object.key();
@@ -100,8 +100,8 @@ impl Order {
 
     /// Takes all objects of a kind as of that version; returns the changed ones. Unreadable ones keep their
     /// last known state.
-    pub fn relist(&mut self, state: &mut ClusterState, kind: Kind, list: List) -> Vec<Key> {
-        let List { version, objects, unreadable, left_out } = list;
+    pub fn relist(&mut self, state: &mut ClusterState, kind: Kind, list: ObjectList) -> Vec<Key> {
+        let ObjectList { version, objects, unreadable, left_out } = list;
         let mut changed = Vec::new();
         if version < self.heard.get(&kind).copied().unwrap_or(0) {
             // Only an API server that was restored from a backup answers so. Its current state counts.

@@ -88,7 +88,7 @@ fn store(api: &Arc<FakeApi>) -> KubeStore {
         cluster: keys.cluster(),
         keys,
         remote: Remote::new(client, "n"),
-        known: Known::new(),
+        known: KnownObjects::new(),
         last_write: LastWrite::default(),
         events,
     };

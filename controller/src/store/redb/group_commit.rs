@@ -36,10 +36,10 @@ impl Write {
 }
 
 /// The stored object; none: it was removed.
-pub(super) type Answer = Result<Option<Object>, StoreError>;
+pub(super) type WriteResult = Result<Option<Object>, StoreError>;
 
 /// The place where the caller of a write finds its answer.
-type Slot = Arc<Mutex<Option<Answer>>>;
+type Slot = Arc<Mutex<Option<WriteResult>>>;
 
 /// A write, and where its caller finds the answer.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ struct Waiting {
 
 /// Writes whose commit has not begun.
 #[derive(Debug, Default)]
-struct Queue {
+struct CommitQueue {
     waiting: VecDeque<Waiting>,
     /// True if a caller commits; all others wait for that.
     is_committing: bool,
@@ -61,7 +61,7 @@ struct Queue {
 pub(super) struct GroupCommit {
     /// The file, for errors.
     path: PathBuf,
-    queue: Mutex<Queue>,
+    queue: Mutex<CommitQueue>,
     /// A commit has ended.
     committed: Condvar,
 }
@@ -73,7 +73,11 @@ impl GroupCommit {
 
     /// Returns once the write is durable, or refused. `commit` commits some writes, and returns their answers
     /// in the same order.
-    pub(super) fn write(&self, write: Write, mut commit: impl FnMut(Vec<Write>) -> Vec<Answer>) -> Answer {
+    pub(super) fn write(
+        &self,
+        write: Write,
+        mut commit: impl FnMut(Vec<Write>) -> Vec<WriteResult>,
+    ) -> WriteResult {
         let answer = Slot::default();
         let mut queue = lock(&self.queue);
         queue.waiting.push_back(Waiting { write, answer: Arc::clone(&answer) });
@@ -161,8 +165,8 @@ mod tests {
     /// and the number of writes in each commit.
     fn at_once(
         writes: Vec<Write>,
-        commit: impl Fn(Vec<Write>) -> Vec<Answer> + Sync,
-    ) -> (Vec<Answer>, Vec<usize>) {
+        commit: impl Fn(Vec<Write>) -> Vec<WriteResult> + Sync,
+    ) -> (Vec<WriteResult>, Vec<usize>) {
         let group = GroupCommit::new("store".into());
         let sizes = Mutex::new(Vec::new());
         let counted = |batch: Vec<Write>| {

@@ -25,7 +25,7 @@ fn node(name: &str) -> Object {
 }
 
 /// Puts these writes into the queue, in this order, while another caller commits.
-fn at_once(store: &RedbStore, writes: Vec<Write>) -> Vec<Answer> {
+fn at_once(store: &RedbStore, writes: Vec<Write>) -> Vec<WriteResult> {
     let guard = store.inner.group_commit.hold();
     let mut threads = Vec::new();
     for (before, write) in writes.into_iter().enumerate() {

@@ -7,7 +7,7 @@ use serde_json::Value;
 use shorthorn_controller_core::objects::{Key, Object};
 
 use super::file::{StoreFile, name};
-use super::group_commit::{Answer, Write};
+use super::group_commit::{Write, WriteResult};
 use crate::store::cache::Cache;
 use crate::store::{StoreError, unknown_fields};
 
@@ -28,7 +28,7 @@ pub(super) struct Writer {
 }
 
 /// A write that was decided and is not committed yet.
-struct Change {
+struct DecidedWrite {
     key: Key,
     name: String,
     /// The object and its text; none: it is removed.
@@ -53,7 +53,7 @@ impl Writer {
 
     /// Commits the allowed ones of these writes, and has `cache` show them. Returns the answers in the same
     /// order. No two writes are of one object.
-    pub(super) fn commit(&mut self, cache: &Cache, batch: Vec<Write>) -> Vec<Answer> {
+    pub(super) fn commit(&mut self, cache: &Cache, batch: Vec<Write>) -> Vec<WriteResult> {
         let (mut revision, mut decided) = (self.revision, Vec::with_capacity(batch.len()));
         for write in batch {
             let change = self.decide(cache, write, revision + 1);
@@ -71,7 +71,7 @@ impl Writer {
         if committed.is_ok() {
             (self.revision, self.commits) = (revision, self.commits + 1);
         }
-        let answer = |change: Result<Change, StoreError>| {
+        let answer = |change: Result<DecidedWrite, StoreError>| {
             let change = change?;
             committed.as_ref().map_err(|error| self.file.write_error(error))?;
             Ok(self.show(cache, change))
@@ -79,13 +79,13 @@ impl Writer {
         decided.into_iter().map(answer).collect()
     }
 
-    fn decide(&self, cache: &Cache, write: Write, revision: u64) -> Result<Change, StoreError> {
+    fn decide(&self, cache: &Cache, write: Write, revision: u64) -> Result<DecidedWrite, StoreError> {
         let key = write.key();
         let name = name(&key);
         match write {
             Write::Remove(_, version) => {
                 cache.check(&key, version)?;
-                Ok(Change { key, name, object: None, has_more: false })
+                Ok(DecidedWrite { key, name, object: None, has_more: false })
             }
             Write::Put(mut object) => {
                 let before = object.metadata().resource_version;
@@ -97,13 +97,13 @@ impl Writer {
                 object.metadata_mut().resource_version = revision;
                 let text = self.text(&name, before, &object);
                 let (text, has_more) = text.map_err(|error| self.file.write_error(&error))?;
-                Ok(Change { key, name, object: Some((object, text)), has_more })
+                Ok(DecidedWrite { key, name, object: Some((object, text)), has_more })
             }
         }
     }
 
     /// Has the cache show a committed change; returns the stored object.
-    fn show(&mut self, cache: &Cache, change: Change) -> Option<Object> {
+    fn show(&mut self, cache: &Cache, change: DecidedWrite) -> Option<Object> {
         if change.has_more {
             self.with_more.insert(change.name);
         } else {

@@ -12,7 +12,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tower::service_fn;
 
 use super::super::keys::VolumeKeys;
-use super::super::known::Known;
+use super::super::known::KnownObjects;
 use super::super::last_write::LastWrite;
 use super::super::remote::Remote;
 use super::*;
@@ -113,7 +113,7 @@ fn inner(api: &Arc<FakeApi>) -> Arc<Inner> {
         cluster: keys.cluster(),
         keys,
         remote: Remote::new(client, "n"),
-        known: Known::new(),
+        known: KnownObjects::new(),
         last_write: LastWrite::default(),
         events,
     })

@@ -35,8 +35,8 @@ struct Model {
     watch: VecDeque<Heard>,
     /// Answers to own calls: the current object, or that the removed version is gone.
     answers: Vec<Heard>,
-    list: Option<List>,
-    order: Order,
+    list: Option<ObjectList>,
+    order: VersionOrder,
     state: ClusterState,
     /// The shown part of the history of each object.
     shown: BTreeMap<u8, usize>,
@@ -71,7 +71,7 @@ impl Model {
     fn list(&mut self) {
         self.watch.clear();
         let objects = self.there.iter().map(|(name, version)| node(*name, *version)).collect();
-        self.list = Some(List { version: self.version, objects, ..List::default() });
+        self.list = Some(ObjectList { version: self.version, objects, ..ObjectList::default() });
     }
 
     fn hear(&mut self) {
@@ -175,23 +175,24 @@ proptest! {
 
 #[test]
 fn an_unreadable_object_keeps_its_known_state() {
-    let (mut order, mut state) = (Order::default(), ClusterState::default());
+    let (mut order, mut state) = (VersionOrder::default(), ClusterState::default());
     order.take(&mut state, node(1, 5));
     order.take(&mut state, node(2, 6));
-    let list = List { version: 9, objects: Vec::new(), unreadable: vec![key(1)], ..List::default() };
+    let list =
+        ObjectList { version: 9, objects: Vec::new(), unreadable: vec![key(1)], ..ObjectList::default() };
     assert_eq!(order.relist(&mut state, KIND, list), [key(2)]);
     assert_eq!((state.version(&key(1)), state.version(&key(2))), (5, 0));
 }
 
 #[test]
 fn an_api_server_that_was_set_back_is_believed() {
-    let (mut order, mut state) = (Order::default(), ClusterState::default());
+    let (mut order, mut state) = (VersionOrder::default(), ClusterState::default());
     order.relist(
         &mut state,
         KIND,
-        List { version: 90, objects: vec![node(1, 80), node(2, 85)], ..List::default() },
+        ObjectList { version: 90, objects: vec![node(1, 80), node(2, 85)], ..ObjectList::default() },
     );
-    let list = List { version: 50, objects: vec![node(1, 40)], ..List::default() };
+    let list = ObjectList { version: 50, objects: vec![node(1, 40)], ..ObjectList::default() };
     order.relist(&mut state, KIND, list);
     assert_eq!((state.version(&key(1)), state.version(&key(2))), (40, 0));
     assert!(order.take(&mut state, node(2, 51)));
@@ -203,8 +204,8 @@ fn left_out(version: u64) -> LeftOut {
 
 #[test]
 fn an_unusable_object_is_left_out_until_a_newer_version_is_known() {
-    let (mut order, mut state) = (Order::default(), ClusterState::default());
-    let list = List { version: 9, left_out: [(key(1), left_out(5))].into(), ..List::default() };
+    let (mut order, mut state) = (VersionOrder::default(), ClusterState::default());
+    let list = ObjectList { version: 9, left_out: [(key(1), left_out(5))].into(), ..ObjectList::default() };
     assert_eq!(order.relist(&mut state, KIND, list.clone()), [key(1)]);
     assert!(state.unknown(&key(1)).is_some());
     assert_eq!(order.relist(&mut state, KIND, list), [], "nothing has changed");
@@ -217,7 +218,7 @@ fn an_unusable_object_is_left_out_until_a_newer_version_is_known() {
     assert_eq!((state.version(&key(1)), state.left_out().iter().count()), (0, 0));
     assert!(order.leave_out(&mut state, &key(2), left_out(13)));
     assert!(!order.take_gone(&mut state, &key(2), 12), "another one went before");
-    let none = List { version: 20, ..List::default() };
+    let none = ObjectList { version: 20, ..ObjectList::default() };
     assert_eq!(order.relist(&mut state, KIND, none), [key(2)]);
     assert_eq!(state.left_out().iter().count(), 0);
 }
