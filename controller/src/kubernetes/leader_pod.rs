@@ -84,14 +84,13 @@ async fn set(pods: &Api<Pod>, pod: &str, value: Value) -> Result<(), CallError> 
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
-    use std::convert::Infallible;
     use std::sync::{Arc, Mutex};
 
-    use http::{Method, Request, Response};
-    use kube::client::Body;
-    use tower::service_fn;
+    use http::Method;
+    use http::request::Parts;
 
     use super::*;
+    use crate::kubernetes::fake_api::{FakeApi, fake_client};
 
     /// The value of the label of each pod.
     #[derive(Default)]
@@ -103,8 +102,8 @@ mod tests {
         calls: Mutex<u32>,
     }
 
-    impl Pods {
-        fn answer(&self, method: &Method, path: &str, body: &[u8]) -> (u16, Value) {
+    impl FakeApi for Pods {
+        async fn answer(&self, head: &Parts, body: &[u8]) -> (u16, Value) {
             let refusal = |code: u16| (code, json!({ "kind": "Status", "status": "Failure", "code": code }));
             let mut refused = self.refused.lock().unwrap();
             if *refused > 0 {
@@ -118,7 +117,7 @@ mod tests {
                     { "metadata": { "name": name, "labels": { LEADER_LABEL: label } } }
                 )
             };
-            if method == Method::GET {
+            if head.method == Method::GET {
                 let labelled = labels.iter().filter(|(_, label)| label.is_some());
                 let items: Vec<Value> = labelled.map(|(name, label)| pod(name, label)).collect();
                 return (
@@ -126,13 +125,15 @@ mod tests {
                     json!({ "apiVersion": "v1", "kind": "PodList", "metadata": {}, "items": items }),
                 );
             }
-            let name = path.rsplit('/').next().unwrap();
+            let name = head.uri.path().rsplit('/').next().unwrap();
             let Some(label) = labels.get_mut(name) else { return refusal(404) };
             let change: Value = serde_json::from_slice(body).unwrap();
             *label = change["metadata"]["labels"][LEADER_LABEL].as_str().map(str::to_owned);
             (200, pod(name, label))
         }
+    }
 
+    impl Pods {
         fn leaders(&self) -> Vec<String> {
             let labels = self.labels.lock().unwrap();
             let leaders = labels.iter().filter(|(_, label)| label.as_deref() == Some("true"));
@@ -140,27 +141,12 @@ mod tests {
         }
     }
 
-    fn client(pods: &Arc<Pods>) -> Client {
-        let pods = Arc::clone(pods);
-        let service = service_fn(move |request: Request<Body>| {
-            let pods = Arc::clone(&pods);
-            async move {
-                let (head, body) = request.into_parts();
-                let body = body.collect_bytes().await.unwrap();
-                let (code, answer) = pods.answer(&head.method, head.uri.path(), &body);
-                let answer = Body::from(serde_json::to_vec(&answer).unwrap());
-                Ok::<_, Infallible>(Response::builder().status(code).body(answer).unwrap())
-            }
-        });
-        Client::new(service, "n")
-    }
-
     #[tokio::test(start_paused = true)]
     async fn a_leader_restores_a_changed_label() {
         let pods = Arc::<Pods>::default();
         *pods.labels.lock().unwrap() = ["a", "b"].map(|name| (name.to_owned(), None)).into();
         let (_leads, leading) = watch::channel(true);
-        let a = tokio::spawn(run(client(&pods), "n".to_owned(), "a".to_owned(), leading));
+        let a = tokio::spawn(run(fake_client(&pods), "n".to_owned(), "a".to_owned(), leading));
         until(&pods, &["a"]).await;
         for (name, label) in [("a", None), ("a", Some("false")), ("b", Some("true"))] {
             pods.labels.lock().unwrap().insert(name.to_owned(), label.map(str::to_owned));
@@ -193,7 +179,7 @@ mod tests {
         *pods.labels.lock().unwrap() = [label("a"), ("b".to_owned(), None), label("c")].into();
         *pods.refused.lock().unwrap() = 1;
         let (leads, leading) = watch::channel(false);
-        let a = tokio::spawn(run(client(&pods), "n".to_owned(), "a".to_owned(), leading));
+        let a = tokio::spawn(run(fake_client(&pods), "n".to_owned(), "a".to_owned(), leading));
         until(&pods, &["c"]).await;
         *pods.refused.lock().unwrap() = 2;
         leads.send_replace(true);
@@ -202,7 +188,7 @@ mod tests {
         a.await.unwrap();
         // A controller outside of a pod.
         let (_leads, leading) = watch::channel(true);
-        let other = tokio::spawn(run(client(&pods), "n".to_owned(), "laptop".to_owned(), leading));
+        let other = tokio::spawn(run(fake_client(&pods), "n".to_owned(), "laptop".to_owned(), leading));
         until(&pods, &[]).await;
         other.abort();
     }

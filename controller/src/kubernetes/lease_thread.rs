@@ -194,14 +194,14 @@ mod tests {
 
     /// An API server that has one Lease.
     #[derive(Default)]
-    struct FakeApi {
+    struct OneLease {
         writes: AtomicU64,
         /// Another controller has taken the Lease.
         is_taken: AtomicBool,
         version: AtomicU64,
     }
 
-    impl FakeApi {
+    impl OneLease {
         /// Answers one request for each connection, until the test ends.
         fn serve(self: &Arc<Self>) -> String {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -287,7 +287,7 @@ mod tests {
 
     #[tokio::test]
     async fn the_lease_outlives_a_stall_and_a_controller_that_hangs_loses_it_and_ends() {
-        let api = Arc::<FakeApi>::default();
+        let api = Arc::<OneLease>::default();
         let directory = tempfile::tempdir().unwrap();
         let config = config(directory.path(), &api.serve());
         let mut lease =
@@ -308,7 +308,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_lease_that_another_controller_takes_is_lost() {
-        let api = Arc::<FakeApi>::default();
+        let api = Arc::<OneLease>::default();
         let directory = tempfile::tempdir().unwrap();
         let config = config(directory.path(), &api.serve());
         let mut lease = LeaseThread::start(&config, "me".to_owned(), || {}).unwrap();
@@ -319,7 +319,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_lease_is_given_back_and_an_api_server_that_is_away_is_reported() {
-        let api = Arc::<FakeApi>::default();
+        let api = Arc::<OneLease>::default();
         let directory = tempfile::tempdir().unwrap();
         let known = config(directory.path(), &api.serve());
         let never = || unreachable!("the lease was not lost");

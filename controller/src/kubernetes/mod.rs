@@ -14,6 +14,8 @@ pub mod claims;
 mod client;
 pub mod discover;
 pub mod events;
+#[cfg(test)]
+pub(crate) mod fake_api;
 pub mod guard;
 pub mod guard_pods;
 pub mod leader_pod;

@@ -298,6 +298,7 @@ mod tests {
     use shorthorn_pki::{Key, request_to_pem};
 
     use super::*;
+    use crate::kubernetes::fake_api::{FakeApi, fake_client};
 
     fn pem(common_name: &str) -> Vec<u8> {
         request_to_pem(&Key::generate().unwrap().request(common_name).unwrap()).into_bytes()
@@ -406,24 +407,15 @@ mod tests {
             !self.found.lock().unwrap()["status"]["certificate"].is_null()
         }
 
-        fn client(this: &Arc<OneRequest>) -> kube::Client {
-            let this = Arc::clone(this);
-            let service = tower::service_fn(move |request: http::Request<kube::client::Body>| {
-                let this = Arc::clone(&this);
-                async move {
-                    let (head, body) = request.into_parts();
-                    let body = body.collect_bytes().await.unwrap();
-                    let (code, answer) = this.answer(head.uri.path(), &body);
-                    let answer = kube::client::Body::from(serde_json::to_vec(&answer).unwrap());
-                    Ok::<_, std::convert::Infallible>(
-                        http::Response::builder().status(code).body(answer).unwrap(),
-                    )
-                }
-            });
-            kube::Client::new(service, "n")
+        fn conditions(&self) -> Vec<String> {
+            let found = self.found.lock().unwrap();
+            let conditions = found["status"]["conditions"].as_array().cloned().unwrap_or_default();
+            conditions.iter().map(|condition| condition["type"].as_str().unwrap().to_owned()).collect()
         }
+    }
 
-        fn answer(&self, path: &str, body: &[u8]) -> (u16, serde_json::Value) {
+    impl FakeApi for OneRequest {
+        async fn answer(&self, head: &http::request::Parts, body: &[u8]) -> (u16, serde_json::Value) {
             let mut found = self.found.lock().unwrap();
             if body.is_empty() {
                 let (kind, version) = ("CertificateSigningRequestList", "certificates.k8s.io/v1");
@@ -434,7 +426,7 @@ mod tests {
             }
             let change: serde_json::Value = serde_json::from_slice(body).unwrap();
             let is_certificate = !change["status"]["certificate"].is_null();
-            if path.ends_with("/status")
+            if head.uri.path().ends_with("/status")
                 && is_certificate
                 && self.refuses.load(std::sync::atomic::Ordering::SeqCst)
             {
@@ -445,19 +437,13 @@ mod tests {
             }
             (200, found.clone())
         }
-
-        fn conditions(&self) -> Vec<String> {
-            let found = self.found.lock().unwrap();
-            let conditions = found["status"]["conditions"].as_array().cloned().unwrap_or_default();
-            conditions.iter().map(|condition| condition["type"].as_str().unwrap().to_owned()).collect()
-        }
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_request_that_fails_is_signed_once_and_not_tried_for_ever() {
         let tls = Tls::open(Arc::<Memory>::default(), "c0ffee").await.unwrap();
         let api = OneRequest::new(true);
-        let signing = tokio::spawn(run(OneRequest::client(&api), Arc::clone(&tls)));
+        let signing = tokio::spawn(run(fake_client(&api), Arc::clone(&tls)));
         let mut seconds = 0;
         while api.conditions() != ["Approved", "Failed"] {
             tokio::time::sleep(Duration::from_secs(1)).await;
@@ -481,7 +467,7 @@ mod tests {
         let tls = Tls::open(kept, "c0ffee").await.unwrap();
         ca_storage.is_full.store(true, Ordering::SeqCst);
         let api = OneRequest::new(false);
-        let signing = tokio::spawn(run(OneRequest::client(&api), Arc::clone(&tls)));
+        let signing = tokio::spawn(run(fake_client(&api), Arc::clone(&tls)));
         let before = ca_storage.saves.load(Ordering::SeqCst);
         tokio::time::sleep(Duration::from_mins(50)).await;
         assert_eq!(api.conditions(), ["Approved"]);
@@ -499,7 +485,7 @@ mod tests {
         use std::sync::atomic::Ordering;
         let tls = Tls::open(Arc::<Memory>::default(), "c0ffee").await.unwrap();
         let api = OneRequest::new(true);
-        let signing = tokio::spawn(run(OneRequest::client(&api), Arc::clone(&tls)));
+        let signing = tokio::spawn(run(fake_client(&api), Arc::clone(&tls)));
         tokio::time::sleep(Duration::from_secs(12)).await;
         api.refuses.store(false, Ordering::SeqCst);
         tokio::time::sleep(Duration::from_secs(60)).await;

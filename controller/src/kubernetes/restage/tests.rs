@@ -1,8 +1,7 @@
-use std::convert::Infallible;
 use std::sync::Mutex;
 
-use http::{Method, Request, Response};
-use kube::client::Body;
+use http::Method;
+use http::request::Parts;
 use serde_json::{Value, json};
 use shorthorn_controller_core::Timestamp;
 use shorthorn_controller_core::lost_node_pods::Namespaced;
@@ -10,16 +9,16 @@ use shorthorn_controller_core::objects::Secret;
 use shorthorn_controller_core::observed::{AgentInfo, AgentLink, ObservedAgent};
 use shorthorn_controller_core::requests::CreateVolume;
 use tokio::sync::mpsc;
-use tower::service_fn;
 
 use super::*;
 use crate::kubernetes::events::events;
+use crate::kubernetes::fake_api::{FakeApi, fake_client};
 use crate::metrics::Metrics;
 use crate::store::MemoryStore;
 use crate::work::Queue;
 
 /// Pods of an API server, which it deletes as kubelets take time to end them.
-struct FakeApi {
+struct FakePods {
     pods: Mutex<Vec<Value>>,
     /// The deletions: name of the pod, and the request.
     deletions: Mutex<Vec<(String, Value)>>,
@@ -29,23 +28,9 @@ struct FakeApi {
     events: mpsc::UnboundedSender<(String, String)>,
 }
 
-impl FakeApi {
-    fn client(self: &Arc<Self>) -> Client {
-        let api = Arc::clone(self);
-        let service = service_fn(move |request: Request<Body>| {
-            let api = Arc::clone(&api);
-            async move {
-                let (head, body) = request.into_parts();
-                let body = body.collect_bytes().await.unwrap();
-                let (code, answer) = api.answer(&head, serde_json::from_slice(&body).unwrap_or_default());
-                let answer = Body::from(serde_json::to_vec(&answer).unwrap());
-                Ok::<_, Infallible>(Response::builder().status(code).body(answer).unwrap())
-            }
-        });
-        Client::new(service, "n")
-    }
-
-    fn answer(&self, head: &http::request::Parts, body: Value) -> (u16, Value) {
+impl FakeApi for FakePods {
+    async fn answer(&self, head: &Parts, body: &[u8]) -> (u16, Value) {
+        let body: Value = serde_json::from_slice(body).unwrap_or_default();
         let path = head.uri.path();
         let mut pods = self.pods.lock().unwrap();
         match head.method {
@@ -137,10 +122,10 @@ async fn the_pod_whose_device_is_gone_is_ended_and_no_other_one() {
         pod("unseen", "m3", true),
     ];
     let (deletions, listed) = Default::default();
-    let api = Arc::new(FakeApi { pods: Mutex::new(pods), deletions, listed, events: sender });
-    let (events, recorder) = events(api.client(), "n", "me");
+    let api = Arc::new(FakePods { pods: Mutex::new(pods), deletions, listed, events: sender });
+    let (events, recorder) = events(fake_client(&api), "n", "me");
     let recording = tokio::spawn(recorder.run());
-    let (restager, mut reported) = (restager(api.client(), events.clone()).await, BTreeSet::new());
+    let (restager, mut reported) = (restager(fake_client(&api), events.clone()).await, BTreeSet::new());
     for _ in 0..2 {
         restager.round(&mut reported).await.unwrap();
     }

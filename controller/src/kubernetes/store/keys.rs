@@ -218,16 +218,14 @@ async fn set_finalizers(
 
 #[cfg(test)]
 mod tests {
-    use std::convert::Infallible;
     use std::sync::{Arc, Mutex};
 
-    use http::{Method, Request, Response};
-    use kube::Client;
-    use kube::client::Body;
+    use http::Method;
+    use http::request::Parts;
     use serde_json::Value;
-    use tower::service_fn;
 
     use super::*;
+    use crate::kubernetes::fake_api::{FakeApi, fake_client};
 
     /// An API server with the Secret. A Secret that is being deleted is gone with its last finalizer.
     #[derive(Default)]
@@ -235,23 +233,22 @@ mod tests {
 
     impl OneSecret {
         fn secrets(this: &Arc<OneSecret>) -> Api<KubernetesSecret> {
-            let this = Arc::clone(this);
-            let service = service_fn(move |request: Request<Body>| {
-                let this = Arc::clone(&this);
-                async move {
-                    let (head, body) = request.into_parts();
-                    let body = body.collect_bytes().await.unwrap();
-                    let (code, answer) = this.answer(&head.method, &body);
-                    let answer = Body::from(serde_json::to_vec(&answer).unwrap());
-                    Ok::<_, Infallible>(Response::builder().status(code).body(answer).unwrap())
-                }
-            });
-            Api::namespaced(Client::new(service, "n"), "n")
+            Api::namespaced(fake_client(this), "n")
         }
 
-        fn answer(&self, method: &Method, body: &[u8]) -> (u16, Value) {
+        fn finalizers(&self) -> Value {
+            self.0.lock().unwrap().as_ref().unwrap()["metadata"]["finalizers"].clone()
+        }
+
+        fn set(&self, field: &str, value: Value) {
+            self.0.lock().unwrap().as_mut().unwrap()["metadata"][field] = value;
+        }
+    }
+
+    impl FakeApi for OneSecret {
+        async fn answer(&self, head: &Parts, body: &[u8]) -> (u16, Value) {
             let mut secret = self.0.lock().unwrap();
-            if method == Method::POST {
+            if head.method == Method::POST {
                 *secret = Some(serde_json::from_slice(body).unwrap());
             }
             let Some(found) = secret.as_mut() else {
@@ -261,7 +258,7 @@ mod tests {
                     json!({ "kind": "Status", "status": "Failure", "reason": reason, "code": 404 }),
                 );
             };
-            if method == Method::PATCH {
+            if head.method == Method::PATCH {
                 let change: Value = serde_json::from_slice(body).unwrap();
                 found["metadata"]["finalizers"] = change["metadata"]["finalizers"].clone();
             }
@@ -272,14 +269,6 @@ mod tests {
                 *secret = None;
             }
             (200, answer)
-        }
-
-        fn finalizers(&self) -> Value {
-            self.0.lock().unwrap().as_ref().unwrap()["metadata"]["finalizers"].clone()
-        }
-
-        fn set(&self, field: &str, value: Value) {
-            self.0.lock().unwrap().as_mut().unwrap()["metadata"][field] = value;
         }
     }
 

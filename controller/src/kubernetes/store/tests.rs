@@ -1,24 +1,23 @@
-use std::convert::Infallible;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use http::{Method, Request, Response};
-use kube::client::Body;
+use http::Method;
+use http::request::Parts;
 use serde_json::{Value, json};
 use shorthorn_controller_core::Timestamp;
 use shorthorn_controller_core::objects::{Node, Secret};
 use shorthorn_controller_core::requests::CreateVolume;
-use tower::service_fn;
 
 use super::last_write::DOUBT_LIMIT;
 use super::*;
 use crate::kubernetes::events::events;
+use crate::kubernetes::fake_api::{FakeApi, fake_client};
 use crate::metrics::{Metered, Metrics, Readiness, ReadinessPhase};
 
 /// An API server that takes new objects and their status. Lists are empty.
 #[derive(Default)]
-struct FakeApi {
+struct OneObject {
     /// The object that was written last.
     stored: Mutex<Option<Value>>,
     /// True if it refuses every write.
@@ -27,8 +26,8 @@ struct FakeApi {
     is_old: AtomicBool,
 }
 
-impl FakeApi {
-    fn answer(&self, head: &http::request::Parts, body: &[u8]) -> (u16, Value) {
+impl FakeApi for OneObject {
+    async fn answer(&self, head: &Parts, body: &[u8]) -> (u16, Value) {
         if head.method == Method::GET {
             let metadata = json!({ "resourceVersion": "1" });
             let kind = "PartialObjectMetadataList";
@@ -69,19 +68,8 @@ impl FakeApi {
     }
 }
 
-fn store(api: &Arc<FakeApi>) -> KubeStore {
-    let api = Arc::clone(api);
-    let service = service_fn(move |request: Request<Body>| {
-        let api = Arc::clone(&api);
-        async move {
-            let (head, body) = request.into_parts();
-            let body = body.collect_bytes().await.unwrap();
-            let (code, answer) = api.answer(&head, &body);
-            let answer = Body::from(serde_json::to_vec(&answer).unwrap());
-            Ok::<_, Infallible>(Response::builder().status(code).body(answer).unwrap())
-        }
-    });
-    let client = Client::new(service, "n");
+fn store(api: &Arc<OneObject>) -> KubeStore {
+    let client = fake_client(api);
     let (events, _) = events(client.clone(), "n", "a");
     let keys = VolumeKeys::new(&[7; 32]);
     let inner = Inner {
@@ -101,7 +89,7 @@ fn node(name: &str) -> Object {
 
 #[tokio::test(start_paused = true)]
 async fn a_controller_whose_writes_fail_is_not_ready() {
-    let (api, readiness) = (Arc::<FakeApi>::default(), Arc::<Readiness>::default());
+    let (api, readiness) = (Arc::<OneObject>::default(), Arc::<Readiness>::default());
     readiness.reached(ReadinessPhase::Leading);
     let store = Arc::new(Metered::new(Arc::new(store(&api)), Metrics::default(), Arc::clone(&readiness)));
     let following = tokio::spawn(Arc::clone(&store).follow());
@@ -141,7 +129,7 @@ fn volume(encrypt_in_transit: bool) -> Object {
 
 #[tokio::test]
 async fn a_volume_whose_encryption_the_api_server_drops_is_refused_and_not_created() {
-    let api = Arc::<FakeApi>::default();
+    let api = Arc::<OneObject>::default();
     let store = store(&api);
     api.is_old.store(true, Ordering::Relaxed);
     let error = store.put(volume(true)).await.unwrap_err();
@@ -158,7 +146,7 @@ async fn a_volume_whose_encryption_the_api_server_drops_is_refused_and_not_creat
 
 #[tokio::test]
 async fn a_volume_stays_encrypted_after_a_definition_has_dropped_the_field() {
-    let api = Arc::<FakeApi>::default();
+    let api = Arc::<OneObject>::default();
     let store = store(&api);
     store.put(volume(true)).await.unwrap();
     let mut stored = api.stored.lock().unwrap().clone().unwrap();
@@ -173,7 +161,7 @@ async fn a_volume_stays_encrypted_after_a_definition_has_dropped_the_field() {
 
 #[tokio::test]
 async fn a_volume_without_encryption_needs_no_new_definition() {
-    let api = Arc::<FakeApi>::default();
+    let api = Arc::<OneObject>::default();
     api.is_old.store(true, Ordering::Relaxed);
     let store = store(&api);
     store.put(volume(false)).await.unwrap();

@@ -1,15 +1,13 @@
 use std::collections::BTreeMap;
-use std::convert::Infallible;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use http::{Method, Request, Response};
+use http::Method;
+use http::request::Parts;
 use kube::api::WatchEvent;
-use kube::client::Body;
 use serde_json::{Value, json};
 use tokio::sync::{Notify, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
-use tower::service_fn;
 
 use super::super::keys::VolumeKeys;
 use super::super::known::KnownObjects;
@@ -17,11 +15,12 @@ use super::super::last_write::LastWrite;
 use super::super::remote::Remote;
 use super::*;
 use crate::kubernetes::events::events;
+use crate::kubernetes::fake_api::{FakeApi, fake_client};
 use crate::kubernetes::list_watch::SILENCE_LIMIT;
 
 /// Volumes of an API server, two on a page.
 #[derive(Default)]
-struct FakeApi {
+struct PagedVolumes {
     volumes: Mutex<BTreeMap<String, Value>>,
     /// The number of pages to refuse because their version is forgotten.
     expired: Mutex<u32>,
@@ -37,7 +36,7 @@ fn refusal(code: u16) -> (u16, Value) {
     (code, json!({ "kind": "Status", "status": "Failure", "message": "no", "reason": "No", "code": code }))
 }
 
-impl FakeApi {
+impl PagedVolumes {
     fn add(&self, name: &str) {
         let metadata = json!({ "name": name, "uid": format!("uid-{name}"), "resourceVersion": "5",
             "creationTimestamp": "2026-01-01T00:00:00Z" });
@@ -76,37 +75,28 @@ impl FakeApi {
         volume["metadata"]["resourceVersion"] = json!("11");
         (200, volume.clone())
     }
+}
 
-    async fn answer(&self, request: Request<Body>) -> Response<Body> {
-        let (head, body) = request.into_parts();
-        let name = head.uri.path().rsplit_once("/volumes").unwrap().1.trim_start_matches('/').to_owned();
-        let (code, value) = match (head.method, name.as_str()) {
-            (Method::GET, "") => self.list(head.uri.query().unwrap_or_default()),
-            (Method::GET, _) if self.hangs.load(Ordering::Relaxed) => {
+impl FakeApi for PagedVolumes {
+    async fn answer(&self, head: &Parts, body: &[u8]) -> (u16, Value) {
+        let name = head.uri.path().rsplit_once("/volumes").unwrap().1.trim_start_matches('/');
+        match (&head.method, name) {
+            (&Method::GET, "") => self.list(head.uri.query().unwrap_or_default()),
+            (&Method::GET, _) if self.hangs.load(Ordering::Relaxed) => {
                 self.asked.notify_one();
                 std::future::pending().await
             }
-            (Method::GET, name) => match self.volumes.lock().unwrap().get(name) {
+            (&Method::GET, name) => match self.volumes.lock().unwrap().get(name) {
                 Some(volume) => (200, volume.clone()),
                 None => refusal(404),
             },
-            (_, name) => {
-                let body = body.collect_bytes().await.unwrap();
-                self.change(name, &serde_json::from_slice(&body).unwrap())
-            }
-        };
-        let body = Body::from(serde_json::to_vec(&value).unwrap());
-        Response::builder().status(code).body(body).unwrap()
+            (_, name) => self.change(name, &serde_json::from_slice(body).unwrap()),
+        }
     }
 }
 
-fn inner(api: &Arc<FakeApi>) -> Arc<Inner> {
-    let api = Arc::clone(api);
-    let service = service_fn(move |request: Request<Body>| {
-        let api = Arc::clone(&api);
-        async move { Ok::<_, Infallible>(api.answer(request).await) }
-    });
-    let client = kube::Client::new(service, "n");
+fn inner(api: &Arc<PagedVolumes>) -> Arc<Inner> {
+    let client = fake_client(api);
     let (events, _) = events(client.clone(), "n", "a");
     let keys = VolumeKeys::new(&[7; 32]);
     Arc::new(Inner {
@@ -125,7 +115,7 @@ fn known(inner: &Inner) -> Vec<String> {
 
 #[tokio::test]
 async fn a_list_that_took_too_long_begins_again_and_ends_after_some_attempts() {
-    let api = Arc::<FakeApi>::default();
+    let api = Arc::<PagedVolumes>::default();
     for name in ["a", "b", "c"] {
         api.add(name);
     }
@@ -141,7 +131,7 @@ async fn a_list_that_took_too_long_begins_again_and_ends_after_some_attempts() {
 
 #[tokio::test]
 async fn an_object_that_cannot_be_marked_is_left_out_and_taken_in_later() {
-    let api = Arc::<FakeApi>::default();
+    let api = Arc::<PagedVolumes>::default();
     for name in ["a", "b", "c"] {
         api.add(name);
     }
@@ -166,7 +156,7 @@ async fn an_object_that_cannot_be_marked_is_left_out_and_taken_in_later() {
 /// A client makes volumes too; without the mark a definition of an earlier release would drop the encryption.
 #[tokio::test]
 async fn an_encrypted_volume_is_marked_as_one() {
-    let api = Arc::<FakeApi>::default();
+    let api = Arc::<PagedVolumes>::default();
     for name in ["a", "b", "c"] {
         api.add(name);
     }
@@ -197,7 +187,7 @@ async fn try_all_again(inner: &Arc<Inner>, followed: &mut Followed) {
     }
 }
 
-fn event(api: &FakeApi, name: &str, version: &str) -> kube::Result<WatchEvent<DynamicObject>> {
+fn event(api: &PagedVolumes, name: &str, version: &str) -> kube::Result<WatchEvent<DynamicObject>> {
     let mut volume = api.volumes.lock().unwrap()[name].clone();
     volume["metadata"]["resourceVersion"] = json!(version);
     volume["metadata"]["finalizers"] = json!([finalizer::FINALIZER]);
@@ -208,7 +198,7 @@ fn event(api: &FakeApi, name: &str, version: &str) -> kube::Result<WatchEvent<Dy
 /// The API server does not answer for the object that was left out: events of others are taken in meanwhile.
 #[tokio::test(start_paused = true)]
 async fn an_object_that_is_tried_again_holds_up_no_event() {
-    let api = Arc::<FakeApi>::default();
+    let api = Arc::<PagedVolumes>::default();
     for name in ["a", "b", "c"] {
         api.add(name);
     }
@@ -234,7 +224,7 @@ async fn an_object_that_is_tried_again_holds_up_no_event() {
 
 #[tokio::test(start_paused = true)]
 async fn an_object_that_is_tried_again_does_not_hide_that_the_watch_is_silent() {
-    let api = Arc::<FakeApi>::default();
+    let api = Arc::<PagedVolumes>::default();
     api.add("b");
     *api.frozen.lock().unwrap() = Some("b".to_owned());
     let inner = inner(&api);
@@ -250,7 +240,7 @@ async fn an_object_that_is_tried_again_does_not_hide_that_the_watch_is_silent() 
 async fn a_volume_that_came_between_two_lists_is_fetched() {
     use shorthorn_controller_core::Timestamp;
     use shorthorn_controller_core::objects::Engine;
-    let api = Arc::<FakeApi>::default();
+    let api = Arc::<PagedVolumes>::default();
     api.add("a");
     let inner = inner(&api);
     list(&inner, Kind::Volume).await.unwrap();
