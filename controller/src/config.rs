@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 use shorthorn_controller_core::reconcile::{REBUILDS_PER_NODE, REPLICA_REPLACE_AFTER, Settings};
-use shorthorn_controller_core::scheduler::Limits;
+use shorthorn_controller_core::scheduler::SchedulingLimits;
 use shorthorn_controller_core::{NodeName, NodeNameError};
 use shorthorn_kube::DEFAULT_NAMESPACE;
 use shorthorn_logging::LogFormat;
@@ -207,8 +207,8 @@ fn nodes(
 
 /// Returns the settings for all volumes.
 fn settings(args: &ServeArgs, file: &File) -> Result<Settings, ConfigError> {
-    let default = Limits::default();
-    let scheduling = Limits {
+    let default = SchedulingLimits::default();
+    let scheduling = SchedulingLimits {
         storage_over_provisioning_percentage: args
             .storage_over_provisioning_percentage
             .or(file.storage_over_provisioning_percentage)
@@ -287,7 +287,7 @@ fn store(args: &ServeArgs, file: &mut File) -> Result<StoreConfig, ConfigError> 
 }
 
 /// Flags are checked already; the file is not.
-fn check(limits: Limits) -> Result<(), ConfigError> {
+fn check(limits: SchedulingLimits) -> Result<(), ConfigError> {
     let over = limits.storage_over_provisioning_percentage;
     let minimal = limits.storage_minimal_available_percentage;
     if over == 0 {

@@ -13,7 +13,7 @@ use crate::backoff::backoff;
 /// The objects to reconcile. Each is handed out once for all that has changed before, and never again before
 /// the run over it has ended. So the queue is as long as the store at most. Urgent ones come first.
 #[derive(Default)]
-pub struct Queue {
+pub struct WorkQueue {
     state: Mutex<QueueState>,
     wake: Notify,
     /// A place for a replica may have opened.
@@ -62,23 +62,23 @@ pub struct Depth {
     pub timed: usize,
 }
 
-impl std::fmt::Debug for Queue {
+impl std::fmt::Debug for WorkQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Queue").field("state", &self.state).finish_non_exhaustive()
+        f.debug_struct("WorkQueue").field("state", &self.state).finish_non_exhaustive()
     }
 }
 
-impl Queue {
+impl WorkQueue {
     /// Creates an empty queue, in which no object is urgent.
     #[must_use]
-    pub fn new() -> Queue {
-        Queue::default()
+    pub fn new() -> WorkQueue {
+        WorkQueue::default()
     }
 
     /// Creates an empty queue.
     #[must_use]
-    pub fn with_urgent(is_urgent: impl Fn(&Key) -> bool + Send + Sync + 'static) -> Queue {
-        Queue { is_urgent: Some(Box::new(is_urgent)), ..Queue::default() }
+    pub fn with_urgent(is_urgent: impl Fn(&Key) -> bool + Send + Sync + 'static) -> WorkQueue {
+        WorkQueue { is_urgent: Some(Box::new(is_urgent)), ..WorkQueue::default() }
     }
 
     fn is_urgent(&self, key: &Key) -> bool {
@@ -261,7 +261,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn hands_each_object_out_once_at_a_time() {
-        let queue = Queue::new();
+        let queue = WorkQueue::new();
         queue.add([key("a"), key("a"), key("b")]);
         assert_eq!(queue.depth(), Depth { ready: 2, active: 0, timed: 0 });
         assert_eq!(queue.next(false).await, key("a"));
@@ -280,7 +280,7 @@ mod tests {
     async fn hands_urgent_objects_out_first_and_beyond_the_others() {
         let is_urgent = Arc::new(AtomicBool::new(false));
         let seen = Arc::clone(&is_urgent);
-        let queue = Queue::with_urgent(move |key| key.name == "u" || seen.load(Ordering::Relaxed));
+        let queue = WorkQueue::with_urgent(move |key| key.name == "u" || seen.load(Ordering::Relaxed));
         queue.add([key("a"), key("b"), key("u")]);
         assert_eq!(queue.next(true).await, key("u"));
         // It becomes urgent while it waits, and is handed out once.
@@ -300,7 +300,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn requeues_on_request_and_backs_off_after_failures() {
-        let queue = Queue::new();
+        let queue = WorkQueue::new();
         queue.add([key("a")]);
         let mut waits = Vec::new();
         for outcome in

@@ -15,7 +15,7 @@ use shorthorn_controller::agents::Fleet;
 use shorthorn_controller::api::Api;
 use shorthorn_controller::metrics::Metrics;
 use shorthorn_controller::store::{MemoryStore, Store, StoreError};
-use shorthorn_controller::work::{Queue, Worker};
+use shorthorn_controller::work::{WorkQueue, Worker};
 use shorthorn_controller_core::objects::{
     CurrentState, DataState, DesireState, Key, Metadata, Object, Replica, ReplicaSpec, Secret,
     StoredReplicaStatus, Volume, VolumeState,
@@ -90,7 +90,7 @@ struct Nodes {
     truth: Arc<Mutex<Truth>>,
     store: Arc<dyn Store>,
     fleet: Arc<Fleet>,
-    queue: Arc<Queue>,
+    queue: Arc<WorkQueue>,
     tasks: JoinSet<()>,
     _directory: tempfile::TempDir,
 }
@@ -108,7 +108,7 @@ impl Nodes {
             let url = format!("unix://{}", socket.display()).parse().unwrap();
             known.insert(NodeName::new(&agent.name).unwrap(), url);
         }
-        let queue = Arc::new(Queue::new());
+        let queue = Arc::new(WorkQueue::new());
         let fleet = Fleet::new(&known, Arc::clone(&store), Arc::clone(&queue), Metrics::default()).unwrap();
         tasks.spawn(Arc::clone(&fleet).run());
         wait_for_async("the agents are in reach", LIMIT, async || {

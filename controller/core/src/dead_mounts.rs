@@ -5,7 +5,7 @@
 //! reported. The agent reports dead mounts and their pods; only reports of a reachable agent count.
 
 use crate::NodeName;
-use crate::lost_node_pods::{Owner, Pod};
+use crate::lost_node_pods::{Pod, PodOwner};
 use crate::observed::{Agents, DeadMount};
 
 /// The plan for the pods of a node.
@@ -34,7 +34,7 @@ pub fn plan(mounts: &[DeadMount], pods: &[Pod]) -> RestagePlan {
         let mine = mounts.iter().filter(|mount| mount.pod_uid == pod.uid);
         let volumes: Vec<String> = mine.map(|mount| mount.volume.clone()).collect();
         // A pod that is being deleted needs no help; a kubelet ends those that it has from a file.
-        if volumes.is_empty() || pod.gone_by.is_some() || pod.has_ended || pod.owner == Owner::Kubelet {
+        if volumes.is_empty() || pod.gone_by.is_some() || pod.has_ended || pod.owner == PodOwner::Kubelet {
             continue;
         }
         if pod.has_controller {
@@ -81,10 +81,10 @@ mod tests {
     fn a_pod_that_ends_or_that_a_kubelet_has_from_a_file_is_left_alone() {
         let well = pod("p", true);
         assert_eq!(ended(well.clone()), 1);
-        assert_eq!(ended(Pod { owner: Owner::DaemonSet, ..well.clone() }), 1);
+        assert_eq!(ended(Pod { owner: PodOwner::DaemonSet, ..well.clone() }), 1);
         assert_eq!(ended(Pod { gone_by: Some(Timestamp::UNIX_EPOCH), ..well.clone() }), 0);
         assert_eq!(ended(Pod { has_ended: true, ..well.clone() }), 0);
-        assert_eq!(ended(Pod { owner: Owner::Kubelet, ..well }), 0);
+        assert_eq!(ended(Pod { owner: PodOwner::Kubelet, ..well }), 0);
     }
 
     #[test]

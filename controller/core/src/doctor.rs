@@ -7,7 +7,7 @@ use shorthorn_types::status::{CheckOutcome, Frontend};
 use crate::left_out::LeftOut;
 use crate::objects::{ConditionType, Key, Node, Robustness, Volume};
 use crate::observed::{AgentInfo, Agents, Detail, ObservedAgent};
-use crate::scheduler::Limits;
+use crate::scheduler::SchedulingLimits;
 use crate::{ClusterState, NodeName};
 
 /// The most findings of one check that are listed; more are counted in the last one.
@@ -51,7 +51,7 @@ pub struct ControllerInfo<'a> {
     /// The level of features that agents of its release have.
     pub feature_level: u32,
     /// The limits of the use of disks.
-    pub limits: Limits,
+    pub limits: SchedulingLimits,
 }
 
 /// Runs all checks.

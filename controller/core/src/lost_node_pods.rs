@@ -68,7 +68,7 @@ pub struct Pod {
     /// The finalizers, whose owners handle the deletion.
     pub finalizers: Vec<String>,
     /// The owner of the pod.
-    pub owner: Owner,
+    pub owner: PodOwner,
     /// True if a controller re-creates the pod after its end.
     pub has_controller: bool,
     /// True if its containers have ended for good: it uses nothing.
@@ -81,7 +81,7 @@ pub struct Pod {
 
 /// The owner of a pod, as far as it matters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Owner {
+pub enum PodOwner {
     /// The pod may come back elsewhere, or has no owner.
     #[default]
     Any,
@@ -126,7 +126,7 @@ pub enum KeepReason {
     /// The pod has this much time left.
     Time(Duration),
     /// The pod belongs to its node.
-    OfItsNode(Owner),
+    OfItsNode(PodOwner),
     /// The pod uses no volume of ours that is attached there.
     NotOurs,
     /// The pod uses a disk of this driver, and may write to it.
@@ -215,7 +215,7 @@ fn why_not(
     attachments: &[AttachedVolume],
     now: Timestamp,
 ) -> Option<KeepReason> {
-    if pod.owner != Owner::Any {
+    if pod.owner != PodOwner::Any {
         return Some(KeepReason::OfItsNode(pod.owner));
     }
     if volumes_of(pod, attachments).next().is_none() {

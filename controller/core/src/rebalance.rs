@@ -11,7 +11,9 @@ use crate::drain::{self, EvictionReason, RemainingObject};
 use crate::objects::{Replica, Robustness, Volume, VolumeState};
 use crate::observed::Agents;
 use crate::requests::{self, Change, RequestError};
-use crate::scheduler::{self, DiskCandidate, Gain, Limits, NodeCandidate, Placement, PlacementRequest};
+use crate::scheduler::{
+    self, DiskCandidate, Gain, NodeCandidate, Placement, PlacementRequest, SchedulingLimits,
+};
 use crate::{ClusterState, NodeName};
 
 /// A replica that would be better elsewhere.
@@ -87,7 +89,7 @@ impl RebalanceInput {
     pub fn of(
         cluster: &ClusterState,
         agents: &Agents,
-        limits: Limits,
+        limits: SchedulingLimits,
         only: &[String],
     ) -> Result<RebalanceInput, RequestError> {
         let only: BTreeSet<&str> = only.iter().map(String::as_str).collect();
@@ -127,7 +129,7 @@ impl RebalanceInput {
 }
 
 impl Movable {
-    fn of(agents: &Agents, limits: Limits, volume: &Volume, replicas: &[&Replica]) -> Movable {
+    fn of(agents: &Agents, limits: SchedulingLimits, volume: &Volume, replicas: &[&Replica]) -> Movable {
         let used_bytes = scheduler::taken_bytes(agents, replicas);
         let location = |replica: &&Replica| Location {
             replica: replica.metadata.name.clone(),
@@ -183,11 +185,11 @@ fn is_replaced(volume: &Volume, replicas: &[&Replica]) -> bool {
 struct MovePlanner {
     nodes: Vec<NodeCandidate>,
     at: BTreeMap<NodeName, usize>,
-    limits: Limits,
+    limits: SchedulingLimits,
 }
 
 impl MovePlanner {
-    fn of(cluster: &ClusterState, agents: &Agents, limits: Limits) -> MovePlanner {
+    fn of(cluster: &ClusterState, agents: &Agents, limits: SchedulingLimits) -> MovePlanner {
         let nodes = scheduler::candidates_for_new(cluster, agents);
         let at = nodes.iter().enumerate().map(|(at, node)| (node.name.clone(), at)).collect();
         MovePlanner { nodes, at, limits }

@@ -114,7 +114,7 @@ pub enum ReplicaCommand {
         #[arg(long)]
         node: Option<String>,
         #[command(flatten)]
-        options: list::Options,
+        options: list::ListOptions,
     },
     /// Replaces a replica elsewhere, then deletes it, and waits until it is gone. Its volume must be attached
     Evict {
@@ -136,7 +136,7 @@ pub enum NodeCommand {
     #[command(visible_alias = "ls")]
     List {
         #[command(flatten)]
-        options: list::Options,
+        options: list::ListOptions,
     },
     /// Shows everything about one node: frontends, disks, replicas, warnings
     #[command(visible_alias = "show")]
@@ -332,7 +332,7 @@ pub enum DiskCommand {
     #[command(visible_alias = "ls")]
     List {
         #[command(flatten)]
-        options: list::Options,
+        options: list::ListOptions,
     },
     /// Places no new replicas on a disk; existing replicas stay
     Cordon {

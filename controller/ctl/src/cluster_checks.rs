@@ -11,7 +11,7 @@ use shorthorn_kube::crds::{self, definition_name};
 use shorthorn_types::status::CheckOutcome;
 
 use super::doctor::CheckOutput;
-use super::reach::Cluster;
+use super::reach::ClusterAccess;
 
 /// The longest that one question may take. A check of a sick cluster must end although an answer does not
 /// come.
@@ -31,7 +31,7 @@ const INSTALL: &str =
 type CheckFinding = Option<(CheckOutcome, String, String)>;
 
 /// Runs all checks.
-pub(super) async fn examine(cluster: &Cluster) -> Vec<CheckOutput> {
+pub(super) async fn examine(cluster: &ClusterAccess) -> Vec<CheckOutput> {
     let checks = [
         ("lease", "a controller leads", lease(cluster).await),
         ("pods", "another controller can take over", pods(cluster).await),
@@ -63,12 +63,16 @@ async fn bounded<T>(call: impl Future<Output = kube::Result<T>>) -> Result<T, St
     }
 }
 
-async fn get(cluster: &Cluster, resource: &ApiResource, name: &str) -> Result<Option<DynamicObject>, String> {
+async fn get(
+    cluster: &ClusterAccess,
+    resource: &ApiResource,
+    name: &str,
+) -> Result<Option<DynamicObject>, String> {
     let api: Api<DynamicObject> = Api::all_with(cluster.client.clone(), resource);
     bounded(api.get_opt(name)).await
 }
 
-async fn lease(cluster: &Cluster) -> Result<CheckFinding, String> {
+async fn lease(cluster: &ClusterAccess) -> Result<CheckFinding, String> {
     let leases = resource("coordination.k8s.io", "v1", "Lease", "leases");
     let api: Api<DynamicObject> = Api::namespaced_with(cluster.client.clone(), &cluster.namespace, &leases);
     let lease = bounded(api.get_opt(LEASE_NAME)).await?;
@@ -81,7 +85,7 @@ async fn lease(cluster: &Cluster) -> Result<CheckFinding, String> {
     }))
 }
 
-async fn pods(cluster: &Cluster) -> Result<CheckFinding, String> {
+async fn pods(cluster: &ClusterAccess) -> Result<CheckFinding, String> {
     let pods = resource("", "v1", "Pod", "pods");
     let api: Api<DynamicObject> = Api::namespaced_with(cluster.client.clone(), &cluster.namespace, &pods);
     let list = bounded(api.list(&ListParams::default().labels(POD_LABEL))).await?;
@@ -100,7 +104,7 @@ fn is_ready(pod: &Value) -> bool {
     })
 }
 
-async fn definitions(cluster: &Cluster) -> Result<CheckFinding, String> {
+async fn definitions(cluster: &ClusterAccess) -> Result<CheckFinding, String> {
     let definitions =
         resource("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions");
     let mut lacking = Vec::new();
@@ -120,7 +124,7 @@ async fn definitions(cluster: &Cluster) -> Result<CheckFinding, String> {
     }))
 }
 
-async fn driver(cluster: &Cluster) -> Result<CheckFinding, String> {
+async fn driver(cluster: &ClusterAccess) -> Result<CheckFinding, String> {
     let drivers = resource("storage.k8s.io", "v1", "CSIDriver", "csidrivers");
     let is_missing = get(cluster, &drivers, DRIVER_NAME).await?.is_none();
     Ok(is_missing.then(|| {
@@ -129,7 +133,7 @@ async fn driver(cluster: &Cluster) -> Result<CheckFinding, String> {
     }))
 }
 
-async fn storage_class(cluster: &Cluster) -> Result<CheckFinding, String> {
+async fn storage_class(cluster: &ClusterAccess) -> Result<CheckFinding, String> {
     let classes = resource("storage.k8s.io", "v1", "StorageClass", "storageclasses");
     let api: Api<DynamicObject> = Api::all_with(cluster.client.clone(), &classes);
     let list = bounded(api.list(&ListParams::default())).await?;
@@ -141,7 +145,7 @@ async fn storage_class(cluster: &Cluster) -> Result<CheckFinding, String> {
     }))
 }
 
-async fn deletion_guard(cluster: &Cluster) -> Result<CheckFinding, String> {
+async fn deletion_guard(cluster: &ClusterAccess) -> Result<CheckFinding, String> {
     let policies = resource(
         "admissionregistration.k8s.io",
         "v1",

@@ -15,8 +15,8 @@ use super::args::{Cli, CtlCommand, ReplicaCommand};
 use super::calls::limited;
 use super::error::CtlError;
 use super::format::Format;
-use super::list::{ListKind, Lister, Options, watch};
-use super::reach::{Cluster, Reached, reach};
+use super::list::{ListKind, ListOptions, Lister, watch};
+use super::reach::{ClusterAccess, Reached, reach};
 use super::tls::Certificates;
 use super::wait::{Drained, drain_rest, drained};
 use super::{bundle, manual, output, placement, upgrade};
@@ -45,7 +45,7 @@ pub async fn run(cli: Cli) -> Result<(), CtlError> {
 
 struct Session {
     /// The cluster through which the controller is reached, if any.
-    cluster: Option<Cluster>,
+    cluster: Option<ClusterAccess>,
     client: ControllerClient<Channel>,
     channel: Channel,
     server: String,
@@ -93,7 +93,7 @@ impl Session {
     }
 
     /// Returns a list as text. A watched list is written while it changes.
-    async fn list(&mut self, what: ListKind, options: Options) -> Result<String, CtlError> {
+    async fn list(&mut self, what: ListKind, options: ListOptions) -> Result<String, CtlError> {
         let is_watched = options.order.watch;
         let lister = Lister { client: self.client.clone(), what, options };
         if is_watched {

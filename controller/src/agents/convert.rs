@@ -147,7 +147,7 @@ fn highest<const COUNT: usize>(fields: [(bool, u32); COUNT]) -> u32 {
 }
 
 /// A call as the message that node.proto has for it.
-pub(super) enum Message {
+pub(super) enum AgentRequest {
     StartReplica(v1::StartReplicaRequest),
     StartEngine(v1::StartEngineRequest),
     Grant(v1::GrantRequest),
@@ -200,17 +200,17 @@ fn start_engine(start: &StartEngine) -> v1::StartEngineRequest {
     .with_frontend(start.frontend)
 }
 
-pub(super) fn message(call: &AgentCall) -> Message {
+pub(super) fn message(call: &AgentCall) -> AgentRequest {
     match call {
-        AgentCall::StartReplica(start) => Message::StartReplica(start_replica(start)),
-        AgentCall::StartEngine(start) => Message::StartEngine(start_engine(start)),
-        AgentCall::Grant { volume, attach, view } => Message::Grant(v1::GrantRequest {
+        AgentCall::StartReplica(start) => AgentRequest::StartReplica(start_replica(start)),
+        AgentCall::StartEngine(start) => AgentRequest::StartEngine(start_engine(start)),
+        AgentCall::Grant { volume, attach, view } => AgentRequest::Grant(v1::GrantRequest {
             volume: volume.to_string(),
             attach: *attach,
             view: Some((&**view).into()),
         }),
         AgentCall::UpdateReplicas { volume, attach, replicas, revision } => {
-            Message::UpdateReplicas(v1::UpdateReplicasRequest {
+            AgentRequest::UpdateReplicas(v1::UpdateReplicasRequest {
                 volume: volume.to_string(),
                 attach: *attach,
                 replicas: addresses(replicas),
@@ -218,14 +218,14 @@ pub(super) fn message(call: &AgentCall) -> Message {
             })
         }
         AgentCall::SetRebuildLimits { volume, attach, limits } => {
-            Message::SetRebuildLimits(v1::SetRebuildLimitsRequest {
+            AgentRequest::SetRebuildLimits(v1::SetRebuildLimitsRequest {
                 volume: volume.to_string(),
                 attach: *attach,
                 limits: Some(of_limits(*limits)),
             })
         }
         AgentCall::FenceReplica { volume, replica_id, attach } => {
-            Message::FenceReplica(v1::FenceReplicaRequest {
+            AgentRequest::FenceReplica(v1::FenceReplicaRequest {
                 volume: volume.to_string(),
                 replica_id: replica_id.to_string(),
                 attach: *attach,
@@ -233,10 +233,10 @@ pub(super) fn message(call: &AgentCall) -> Message {
         }
         AgentCall::ExpandEngine { volume, attach, size_bytes } => {
             let (volume, attach, size_bytes) = (volume.to_string(), *attach, *size_bytes);
-            Message::ExpandEngine(v1::ExpandEngineRequest { volume, attach, size_bytes })
+            AgentRequest::ExpandEngine(v1::ExpandEngineRequest { volume, attach, size_bytes })
         }
         AgentCall::SalvageReplica { disk_path, disk_uuid, volume, replica_id, attach } => {
-            Message::SalvageReplica(v1::SalvageReplicaRequest {
+            AgentRequest::SalvageReplica(v1::SalvageReplicaRequest {
                 disk_path: disk_path.clone(),
                 disk_uuid: disk_uuid.clone().unwrap_or_default(),
                 volume: volume.to_string(),
@@ -244,13 +244,13 @@ pub(super) fn message(call: &AgentCall) -> Message {
                 attach: *attach,
             })
         }
-        AgentCall::StopInstance { instance, attach } => Message::StopInstance(v1::StopInstanceRequest {
+        AgentCall::StopInstance { instance, attach } => AgentRequest::StopInstance(v1::StopInstanceRequest {
             kind: kind_of(instance.kind).into(),
             name: instance.name.clone(),
             attach: attach.unwrap_or_default(),
         }),
         AgentCall::DeleteReplica { disk_path, disk_uuid, volume, replica_id, record } => {
-            Message::DeleteReplica(v1::DeleteReplicaRequest {
+            AgentRequest::DeleteReplica(v1::DeleteReplicaRequest {
                 disk_path: disk_path.clone(),
                 volume: volume.to_string(),
                 replica_id: replica_id.to_string(),
@@ -390,7 +390,7 @@ mod tests {
     fn encryption_needs_its_level() {
         let replica = |encrypt_in_transit| start_replica_with(false, encrypt_in_transit);
         assert_eq!([level_of(&replica(false)), level_of(&replica(true))], [0, level::ENCRYPTION]);
-        let Message::StartReplica(request) = message(&replica(true)) else { panic!("another message") };
+        let AgentRequest::StartReplica(request) = message(&replica(true)) else { panic!("another message") };
         assert!(request.encrypt_in_transit);
         let engine = |encrypt_in_transit| {
             AgentCall::StartEngine(StartEngine {
@@ -409,7 +409,7 @@ mod tests {
             })
         };
         assert_eq!([level_of(&engine(false)), level_of(&engine(true))], [0, level::ENCRYPTION]);
-        let Message::StartEngine(request) = message(&engine(true)) else { panic!("another message") };
+        let AgentRequest::StartEngine(request) = message(&engine(true)) else { panic!("another message") };
         assert!(request.encrypt_in_transit);
     }
 
@@ -417,7 +417,7 @@ mod tests {
     fn rebinding_needs_its_level() {
         let rebound = start_replica_with(true, false);
         assert_eq!(level_of(&rebound), level::REBINDING);
-        let Message::StartReplica(request) = message(&rebound) else { panic!("another message") };
+        let AgentRequest::StartReplica(request) = message(&rebound) else { panic!("another message") };
         assert!(request.rebind);
     }
 
@@ -431,7 +431,7 @@ mod tests {
             record: record.to_owned(),
         };
         assert_eq!([level_of(&delete("{}")), level_of(&delete(""))], [level::TRASH, level::TRASH]);
-        let Message::DeleteReplica(request) = message(&delete("{}")) else { panic!("another message") };
+        let AgentRequest::DeleteReplica(request) = message(&delete("{}")) else { panic!("another message") };
         assert_eq!(request.record, "{}");
     }
 
@@ -445,7 +445,7 @@ mod tests {
             attach: 1,
         };
         assert_eq!([level_of(&salvage(None)), level_of(&salvage(Some("e3c8")))], [0, level::DISK_IDENTITY]);
-        let Message::SalvageReplica(request) = message(&salvage(Some("e3c8"))) else {
+        let AgentRequest::SalvageReplica(request) = message(&salvage(Some("e3c8"))) else {
             panic!("another message")
         };
         assert_eq!(request.disk_uuid, "e3c8");

@@ -138,7 +138,7 @@ mod tests {
 
     use super::*;
     use crate::counts::Metrics;
-    use crate::queue::Queue;
+    use crate::queue::WorkQueue;
     use crate::store::{MemoryStore, Store};
 
     #[tokio::test]
@@ -147,8 +147,9 @@ mod tests {
         let metadata = Metadata::new("a", Timestamp::now());
         let store = MemoryStore::new();
         store.put(Node { metadata, spec, status: NodeStatus::default() }.into()).await.unwrap();
-        let fleet = Fleet::new(&BTreeMap::new(), Arc::new(store), Arc::new(Queue::new()), Metrics::default())
-            .unwrap();
+        let fleet =
+            Fleet::new(&BTreeMap::new(), Arc::new(store), Arc::new(WorkQueue::new()), Metrics::default())
+                .unwrap();
         let node = NodeName::new("a").unwrap();
         assert!(fleet.agents().get(&node).is_some(), "known before anybody decides anything");
     }

@@ -221,7 +221,7 @@ mod tests {
 
     use super::*;
     use crate::counts::Metrics;
-    use crate::queue::Queue;
+    use crate::queue::WorkQueue;
     use crate::store::{MemoryStore, Store};
 
     #[test]
@@ -251,7 +251,8 @@ mod tests {
         let metadata = Metadata::new(&key.name, Timestamp::now());
         store.put(Replica { metadata, spec, status }.into()).await.unwrap();
         let known = BTreeMap::from([(node.clone(), "unix:///run/agent.sock".parse().unwrap())]);
-        let fleet = Fleet::new(&known, Arc::new(store), Arc::new(Queue::new()), Metrics::default()).unwrap();
+        let fleet =
+            Fleet::new(&known, Arc::new(store), Arc::new(WorkQueue::new()), Metrics::default()).unwrap();
         let shown = |attach, allocated_bytes| Instance {
             state: InstanceState::Running,
             message: None,

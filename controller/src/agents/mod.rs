@@ -25,11 +25,11 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
 use self::cluster::OfCluster;
-use self::convert::Message;
+use self::convert::AgentRequest;
 pub(crate) use self::discover::ASKED_MAX;
 pub use self::requests::{Found, FoundTrash};
 use crate::counts::Metrics;
-use crate::queue::Queue;
+use crate::queue::WorkQueue;
 use crate::store::Store;
 
 /// The longest that a connection may take to come about. A SYN is sent again after 1 s and 3 s.
@@ -106,7 +106,7 @@ impl From<Status> for AgentCallError {
 /// The agents of all nodes with an address, in the configuration or in the node's object.
 pub struct Fleet {
     store: Arc<dyn Store>,
-    queue: Arc<Queue>,
+    queue: Arc<WorkQueue>,
     metrics: Metrics,
     configured: BTreeMap<NodeName, ServerUrl>,
     /// None: only agents on this host are connected to.
@@ -139,7 +139,7 @@ impl Fleet {
     pub fn new(
         nodes: &BTreeMap<NodeName, ServerUrl>,
         store: Arc<dyn Store>,
-        queue: Arc<Queue>,
+        queue: Arc<WorkQueue>,
         metrics: Metrics,
     ) -> Result<Arc<Fleet>, AddressError> {
         Fleet::with_tls(nodes, store, queue, metrics, None)
@@ -152,7 +152,7 @@ impl Fleet {
     pub fn with_tls(
         nodes: &BTreeMap<NodeName, ServerUrl>,
         store: Arc<dyn Store>,
-        queue: Arc<Queue>,
+        queue: Arc<WorkQueue>,
         metrics: Metrics,
         credentials: Option<Credentials>,
     ) -> Result<Arc<Fleet>, AddressError> {
@@ -333,32 +333,32 @@ impl Fleet {
     async fn send(&self, node: &NodeName, call: &AgentCall) -> Result<(), AgentCallError> {
         let mut client = self.client(node)?;
         match convert::message(call) {
-            Message::StartReplica(request) => {
+            AgentRequest::StartReplica(request) => {
                 client.start_replica(limited(request, CALL_LIMIT)).await.map(drop)
             }
-            Message::StartEngine(request) => {
+            AgentRequest::StartEngine(request) => {
                 client.start_engine(limited(request, CALL_LIMIT)).await.map(drop)
             }
-            Message::Grant(request) => client.grant(limited(request, CALL_LIMIT)).await.map(drop),
-            Message::UpdateReplicas(request) => {
+            AgentRequest::Grant(request) => client.grant(limited(request, CALL_LIMIT)).await.map(drop),
+            AgentRequest::UpdateReplicas(request) => {
                 client.update_replicas(limited(request, CALL_LIMIT)).await.map(drop)
             }
-            Message::SetRebuildLimits(request) => {
+            AgentRequest::SetRebuildLimits(request) => {
                 client.set_rebuild_limits(limited(request, CALL_LIMIT)).await.map(drop)
             }
-            Message::FenceReplica(request) => {
+            AgentRequest::FenceReplica(request) => {
                 client.fence_replica(limited(request, CALL_LIMIT)).await.map(drop)
             }
-            Message::ExpandEngine(request) => {
+            AgentRequest::ExpandEngine(request) => {
                 client.expand_engine(limited(request, CALL_LIMIT)).await.map(drop)
             }
-            Message::SalvageReplica(request) => {
+            AgentRequest::SalvageReplica(request) => {
                 client.salvage_replica(limited(request, STOP_LIMIT)).await.map(drop)
             }
-            Message::StopInstance(request) => {
+            AgentRequest::StopInstance(request) => {
                 client.stop_instance(limited(request, STOP_LIMIT)).await.map(drop)
             }
-            Message::DeleteReplica(request) => {
+            AgentRequest::DeleteReplica(request) => {
                 client.delete_replica(limited(request, STOP_LIMIT)).await.map(drop)
             }
         }

@@ -71,7 +71,7 @@ fn fleet(node: &NodeName, socket: &Path) -> Arc<Fleet> {
     let url = format!("unix://{}", socket.display()).parse().unwrap();
     let known = BTreeMap::from([(node.clone(), url)]);
     let store = Arc::new(MemoryStore::new().led_by(7));
-    Fleet::new(&known, store, Arc::new(Queue::new()), Metrics::default()).unwrap()
+    Fleet::new(&known, store, Arc::new(WorkQueue::new()), Metrics::default()).unwrap()
 }
 
 #[tokio::test]

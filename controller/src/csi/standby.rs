@@ -81,7 +81,7 @@ mod tests {
     use super::*;
     use crate::agents::Fleet;
     use crate::counts::Metrics;
-    use crate::queue::Queue;
+    use crate::queue::WorkQueue;
     use crate::store::{MemoryStore, Store};
 
     #[tokio::test]
@@ -103,7 +103,7 @@ mod tests {
         assert_eq!((refused.code(), refused.message()), (Code::Unavailable, NOT_READY));
 
         let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
-        let (metrics, queue) = (Metrics::default(), Arc::new(Queue::new()));
+        let (metrics, queue) = (Metrics::default(), Arc::new(WorkQueue::new()));
         let fleet = Fleet::new(&BTreeMap::new(), Arc::clone(&store), queue, metrics.clone()).unwrap();
         let (_stop, stopping) = watch::channel(false);
         standby.open(CsiController::new(store, fleet, stopping, Settings::default(), metrics));

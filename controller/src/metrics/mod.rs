@@ -13,7 +13,7 @@ use async_trait::async_trait;
 use shorthorn_metrics::{MetricsPage, MetricsSource};
 
 use crate::agents::Fleet;
-use crate::queue::Queue;
+use crate::queue::WorkQueue;
 use crate::store::Store;
 use crate::tls::Tls;
 
@@ -25,7 +25,7 @@ pub use store::Metered;
 struct MetricsInputs {
     store: Arc<dyn Store>,
     fleet: Arc<Fleet>,
-    queue: Arc<Queue>,
+    queue: Arc<WorkQueue>,
 }
 
 /// The health and the metrics of the controller.
@@ -68,7 +68,7 @@ impl ControllerMetrics {
     }
 
     /// Sets the sources of the metrics: objects, agents and a queue.
-    pub fn show(&self, store: Arc<dyn Store>, fleet: Arc<Fleet>, queue: Arc<Queue>) {
+    pub fn show(&self, store: Arc<dyn Store>, fleet: Arc<Fleet>, queue: Arc<WorkQueue>) {
         // It is called once.
         let _ = self.shown.set(MetricsInputs { store, fleet, queue });
     }

@@ -15,13 +15,13 @@ use crate::csi::CsiController;
 use crate::kubernetes::events::Events;
 use crate::metrics::{ControllerMetrics, Metrics};
 use crate::store::{Store, StoreError};
-use crate::work::{Queue, Worker};
+use crate::work::{WorkQueue, Worker};
 
 /// The reconcilers with their store, agents and queue, and the services that use the same.
 pub(super) struct Reconciling {
     store: Arc<dyn Store>,
     fleet: Arc<Fleet>,
-    queue: Arc<Queue>,
+    queue: Arc<WorkQueue>,
     settings: Settings,
     metrics: Metrics,
     /// None: people see nothing but the log.
@@ -41,7 +41,7 @@ impl Reconciling {
         metrics: &Metrics,
     ) -> Result<Reconciling, AddressError> {
         let seen = Arc::clone(&store);
-        let queue = Arc::new(Queue::with_urgent(move |key| is_urgent(&seen.state(), key)));
+        let queue = Arc::new(WorkQueue::with_urgent(move |key| is_urgent(&seen.state(), key)));
         let (kept, woken) = (Arc::clone(&store), Arc::clone(&queue));
         let fleet = Fleet::with_tls(nodes, kept, woken, metrics.clone(), credentials)?;
         Ok(Reconciling { store, fleet, queue, settings, metrics: metrics.clone(), events: None })

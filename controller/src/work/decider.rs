@@ -89,7 +89,7 @@ mod tests {
 
     use super::*;
     use crate::counts::Metrics;
-    use crate::queue::Queue;
+    use crate::queue::WorkQueue;
     use crate::store::MemoryStore;
 
     const DISK: &str = "/disk";
@@ -106,7 +106,7 @@ mod tests {
         };
         node.spec.disks.insert(DISK.to_owned(), disk);
         store.put(node.into()).await.unwrap();
-        let queue = Arc::new(Queue::new());
+        let queue = Arc::new(WorkQueue::new());
         let fleet = Fleet::new(&BTreeMap::new(), Arc::clone(&store), queue, Metrics::default()).unwrap();
         (Arc::clone(&store), Decider::new(store, fleet, Settings::default()))
     }

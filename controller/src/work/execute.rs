@@ -126,7 +126,7 @@ mod tests {
 
     use super::*;
     use crate::counts::Metrics;
-    use crate::queue::Queue;
+    use crate::queue::WorkQueue;
     use crate::store::MemoryStore;
     use crate::store::failing::FailingStore;
 
@@ -135,7 +135,7 @@ mod tests {
         let store: Arc<dyn Store> = Arc::new(store);
         let nodes =
             BTreeMap::from([("a".parse().unwrap(), "unix:///nonexistent/agent.sock".parse().unwrap())]);
-        let queue = Arc::new(Queue::new());
+        let queue = Arc::new(WorkQueue::new());
         let fleet = Fleet::new(&nodes, Arc::clone(&store), queue, Metrics::default()).unwrap();
         fleet.change(&"a".parse().unwrap(), |agent| agent.link = AgentLink::Synced);
         let (broken, errors) = mpsc::channel(1);

@@ -17,7 +17,7 @@ use crate::counts::Metrics;
 use crate::kubernetes::events::Events;
 use crate::store::{Store, StoreError};
 
-pub use crate::queue::{Depth, Queue, RunOutcome};
+pub use crate::queue::{Depth, RunOutcome, WorkQueue};
 use decider::Decider;
 use execute::ActionRunner;
 use place_search::PlaceSearch;
@@ -27,7 +27,7 @@ use runs::{Runner, Runs};
 pub struct Worker {
     store: Arc<dyn Store>,
     fleet: Arc<Fleet>,
-    queue: Arc<Queue>,
+    queue: Arc<WorkQueue>,
     settings: Settings,
     runner: Arc<Runner>,
 }
@@ -44,7 +44,7 @@ impl Worker {
     pub fn new(
         store: Arc<dyn Store>,
         fleet: Arc<Fleet>,
-        queue: Arc<Queue>,
+        queue: Arc<WorkQueue>,
         broken: mpsc::Sender<StoreError>,
         events: Option<Events>,
         settings: Settings,

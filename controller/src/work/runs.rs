@@ -9,7 +9,7 @@ use tokio::task::JoinSet;
 use super::decider::{Decided, Decider};
 use super::execute::ActionRunner;
 use crate::counts::Metrics;
-use crate::queue::{Queue, RunOutcome};
+use crate::queue::{RunOutcome, WorkQueue};
 
 /// The maximum number of objects in work. Calls to agents can take long, and one must not delay all.
 const RUNS_MAX: usize = 64;
@@ -18,7 +18,7 @@ const URGENT_RUNS_MAX: usize = 32;
 
 /// A run: decides about an object, and carries the decision out.
 pub(super) struct Runner {
-    queue: Arc<Queue>,
+    queue: Arc<WorkQueue>,
     metrics: Metrics,
     decider: Decider,
     action_runner: ActionRunner,
@@ -26,7 +26,7 @@ pub(super) struct Runner {
 
 impl Runner {
     pub(super) fn new(
-        queue: Arc<Queue>,
+        queue: Arc<WorkQueue>,
         metrics: Metrics,
         decider: Decider,
         action_runner: ActionRunner,
@@ -99,9 +99,9 @@ mod tests {
     use crate::queue::Depth;
     use crate::store::{MemoryStore, Store};
 
-    fn runs() -> (Arc<Queue>, Runs) {
+    fn runs() -> (Arc<WorkQueue>, Runs) {
         let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
-        let (queue, metrics) = (Arc::new(Queue::new()), Metrics::default());
+        let (queue, metrics) = (Arc::new(WorkQueue::new()), Metrics::default());
         let nodes = BTreeMap::new();
         let fleet = Fleet::new(&nodes, Arc::clone(&store), Arc::clone(&queue), metrics.clone()).unwrap();
         let decider = Decider::new(Arc::clone(&store), Arc::clone(&fleet), Settings::default());

@@ -14,7 +14,7 @@ use shorthorn_controller::csi::CsiController;
 use shorthorn_controller::kubernetes::events::{Events, events};
 use shorthorn_controller::metrics::Metrics;
 use shorthorn_controller::store::{MemoryStore, Store};
-use shorthorn_controller::work::Queue;
+use shorthorn_controller::work::WorkQueue;
 use shorthorn_controller_core::Timestamp;
 use shorthorn_controller_core::objects::{
     ConditionType, Finding, Metadata, NEXT_ATTACH, Node, NodeSpec, NodeStatus, Object, Volume, VolumeState,
@@ -47,9 +47,13 @@ impl Alone {
     fn start_with(events: Option<Events>) -> Alone {
         let store = Arc::new(MemoryStore::new());
         let shared: Arc<dyn Store> = Arc::<MemoryStore>::clone(&store);
-        let fleet =
-            Fleet::new(&Default::default(), Arc::clone(&shared), Arc::new(Queue::new()), Metrics::default())
-                .unwrap();
+        let fleet = Fleet::new(
+            &Default::default(),
+            Arc::clone(&shared),
+            Arc::new(WorkQueue::new()),
+            Metrics::default(),
+        )
+        .unwrap();
         let (stop, stopping) = watch::channel(false);
         let service = CsiController::new(shared, fleet, stopping, Settings::default(), Metrics::default())
             .with_events(events);

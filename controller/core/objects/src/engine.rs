@@ -129,7 +129,7 @@ pub struct StoredEngineStatus {
     pub damaged_ranges: u64,
     /// The pending part of an expansion, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub expansion: Option<ExpansionStatus>,
+    pub expansion: Option<StoredExpansionStatus>,
     /// The limits that the process was given last.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rebuild: Option<RebuildLimits>,
@@ -215,7 +215,7 @@ impl StoredEngineStatus {
 /// An expansion that the device has not followed yet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub struct ExpansionStatus {
+pub struct StoredExpansionStatus {
     /// The obstacle of the expansion; empty if it is under way.
     #[serde(default, with = "shorthorn_types::optional::text")]
     #[schemars(with = "String")]
@@ -225,10 +225,10 @@ pub struct ExpansionStatus {
     pub next_attach: bool,
 }
 
-impl From<&status::ExpansionStatus> for ExpansionStatus {
-    fn from(expansion: &status::ExpansionStatus) -> ExpansionStatus {
+impl From<&status::ExpansionStatus> for StoredExpansionStatus {
+    fn from(expansion: &status::ExpansionStatus) -> StoredExpansionStatus {
         let status::ExpansionStatus { message, next_attach, .. } = expansion;
-        ExpansionStatus { message: message.clone(), next_attach: *next_attach }
+        StoredExpansionStatus { message: message.clone(), next_attach: *next_attach }
     }
 }
 

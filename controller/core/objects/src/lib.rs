@@ -21,7 +21,9 @@ mod volume;
 use serde::{Deserialize, Serialize};
 
 pub use condition::{Condition, ConditionType, Conditions, Finding, NEXT_ATTACH, REPLICAS_STOPPING};
-pub use engine::{Engine, EngineSpec, ExpansionStatus, MemberRecord, ReplicaTarget, StoredEngineStatus};
+pub use engine::{
+    Engine, EngineSpec, MemberRecord, ReplicaTarget, StoredEngineStatus, StoredExpansionStatus,
+};
 pub use jiff::Timestamp;
 pub use label::{Label, LabelError, Labels, MAX_LABEL_BYTES, labels};
 pub use metadata::{Key, Kind, Metadata};

@@ -11,7 +11,7 @@ use crate::objects::{
     ConditionType, CurrentState, DesireState, Frontend, Key, Kind, Secret, Volume, VolumeState,
 };
 use crate::requests::{self, Change, CreateVolume, RequestError};
-use crate::scheduler::Limits;
+use crate::scheduler::SchedulingLimits;
 use crate::{ClusterState, NodeName, Timestamp};
 
 /// A volume that a caller wants.
@@ -66,7 +66,7 @@ pub fn expand(
     name: &str,
     required_bytes: Option<NonZeroU64>,
     limit_bytes: Option<NonZeroU64>,
-    limits: Limits,
+    limits: SchedulingLimits,
 ) -> Result<(Change<Volume>, u64), SizedError> {
     let has_bytes = requests::find(cluster, name)?.spec.size;
     let size_bytes = size::size_of_grown(has_bytes, required_bytes, limit_bytes)?;

@@ -7,7 +7,8 @@ use crate::observed::{EnginePhase, EngineStatus, ObservedEngine};
 const COMMANDS: [&str; 7] = ["apt", "ip", "modprobe", "sed", "shorthorn-agent", "shorthornctl", "systemctl"];
 
 fn examine_it(example: &Example) -> Vec<Check> {
-    let controller = ControllerInfo { version: VERSION, feature_level: 1, limits: Limits::default() };
+    let controller =
+        ControllerInfo { version: VERSION, feature_level: 1, limits: SchedulingLimits::default() };
     examine(&example.cluster, &example.agents, controller)
 }
 

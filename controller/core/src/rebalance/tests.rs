@@ -102,7 +102,7 @@ impl Cluster {
     }
 
     fn plan(&self) -> RebalancePlan {
-        RebalanceInput::of(&self.state, &self.agents, Limits::default(), &[]).unwrap().plan()
+        RebalanceInput::of(&self.state, &self.agents, SchedulingLimits::default(), &[]).unwrap().plan()
     }
 
     fn ask(&mut self, replica: &str) {
@@ -247,7 +247,7 @@ fn only_the_volumes_that_were_named_are_moved() {
     }
     let input = |only: &[&str]| {
         let only: Vec<String> = only.iter().map(|name| (*name).to_owned()).collect();
-        RebalanceInput::of(&cluster.state, &cluster.agents, Limits::default(), &only)
+        RebalanceInput::of(&cluster.state, &cluster.agents, SchedulingLimits::default(), &only)
     };
     assert_eq!(words(&input(&["v3"]).unwrap().plan()), ["v3 n0>n1 Room"]);
     assert_eq!(input(&["v3", "x"]).unwrap_err(), RequestError::NoVolume("x".to_owned()));

@@ -14,7 +14,7 @@ use shorthorn_types::limits::MAX_MEMBERS;
 
 use crate::objects::{EnginePhase, Key, Kind, Replica, Robustness, Volume, VolumeState};
 use crate::observed::{AgentLink, Agents, ObservedAgent};
-use crate::scheduler::Limits;
+use crate::scheduler::SchedulingLimits;
 use crate::{ClusterState, Decision, NodeName, Timestamp, drain, given_up};
 
 pub use self::volume::is_noticeable;
@@ -58,7 +58,7 @@ pub struct Settings {
     /// The time that a replica may be absent before it is replaced.
     pub replica_replace_after: Duration,
     /// The limits of the use of disks.
-    pub scheduling: Limits,
+    pub scheduling: SchedulingLimits,
     /// True if a volume is created with the replicas that have a place, if that is one at least.
     pub degraded_creation: bool,
     /// The number of rebuilds on a node above which no substitute of a lost replica is placed there.
@@ -69,7 +69,7 @@ impl Default for Settings {
     fn default() -> Settings {
         Settings {
             replica_replace_after: REPLICA_REPLACE_AFTER,
-            scheduling: Limits::default(),
+            scheduling: SchedulingLimits::default(),
             degraded_creation: true,
             rebuilds_per_node: REBUILDS_PER_NODE,
         }

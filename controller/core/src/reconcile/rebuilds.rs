@@ -8,7 +8,7 @@ use crate::objects::{ConditionType, Engine, MemberMode, Replica, Volume, VolumeS
 
 /// The rebuilds in the cluster, as a volume with that many members counts them.
 #[derive(Clone, Debug)]
-pub(super) struct Rebuilds<'a> {
+pub(super) struct RebuildCounts<'a> {
     /// The rebuilds of stored replicas.
     by_node: &'a BTreeMap<NodeName, u32>,
     /// The rebuilds of replicas that are about to be stored.
@@ -19,9 +19,9 @@ pub(super) struct Rebuilds<'a> {
     needier: u32,
 }
 
-impl<'a> Rebuilds<'a> {
+impl<'a> RebuildCounts<'a> {
     /// Counts the rebuilds. Only a volume that is about to place a replica needs that.
-    pub(super) fn count(context: &Context<'a>, engine: &Engine) -> Rebuilds<'a> {
+    pub(super) fn count(context: &Context<'a>, engine: &Engine) -> RebuildCounts<'a> {
         let (cluster, most) = (context.cluster, context.settings.rebuilds_per_node);
         let own = engine.status.replica_mode_map.values();
         let own = own.filter(|member| member.mode == MemberMode::Member).count();
@@ -41,7 +41,7 @@ impl<'a> Rebuilds<'a> {
             *coming.entry(replica.spec.node_id.clone()).or_default() += 1;
         }
         let needier = u32::try_from(needier).unwrap_or(u32::MAX);
-        Rebuilds { by_node: cluster.rebuilds_by_node(), coming, most, needier }
+        RebuildCounts { by_node: cluster.rebuilds_by_node(), coming, most, needier }
     }
 
     /// Returns the number of replicas that may still be placed on that node for this volume. Volumes that

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::gives_space_away;
 use crate::objects::{ConditionType, Key, Kind, Node};
-use crate::scheduler::{self, Limits};
+use crate::scheduler::{self, SchedulingLimits};
 use crate::{ClusterState, UsefulRoom};
 
 /// The volumes that a search looks at, at most, to return one batch.
@@ -16,7 +16,7 @@ const CHECK_EACH: Duration = Duration::from_millis(10);
 
 /// Returns true if the change of the object `key` may give a place to a volume that waits for one.
 #[must_use]
-pub fn may_open(cluster: &ClusterState, limits: Limits, key: &Key) -> bool {
+pub fn may_open(cluster: &ClusterState, limits: SchedulingLimits, key: &Key) -> bool {
     let Some(useful) = cluster.least_useful_room() else { return false };
     match key.kind {
         // The replica is gone, from a node that the key does not name.
@@ -27,7 +27,7 @@ pub fn may_open(cluster: &ClusterState, limits: Limits, key: &Key) -> bool {
 }
 
 /// Returns true if the node has that much room for a replica, as far as its stored object shows.
-fn takes(cluster: &ClusterState, limits: Limits, node: &Node, useful: UsefulRoom) -> bool {
+fn takes(cluster: &ClusterState, limits: SchedulingLimits, node: &Node, useful: UsefulRoom) -> bool {
     let is_cordoned = !node.spec.allow_scheduling || node.spec.eviction_requested;
     let is_machine_cordoned = limits.disable_scheduling_on_cordoned_node && node.is_machine_cordoned();
     let is_ready = node.status.conditions.is_true(ConditionType::Ready);

@@ -2,7 +2,7 @@ use super::*;
 use crate::objects::{
     DataLocality, DiskSpec, DiskStatus, Frontend, Metadata, Node, NodeSpec, Object, SECRET_BYTES, Secret,
 };
-use crate::scheduler::Limits;
+use crate::scheduler::SchedulingLimits;
 use crate::{NodeName, Timestamp, labels};
 
 fn now() -> Timestamp {
@@ -339,7 +339,8 @@ fn a_volume_grows_as_far_as_its_disks_can_schedule() {
     ] {
         assert!(error.contains(words), "{words} in {error}");
     }
-    let generous = Limits { storage_over_provisioning_percentage: 200, ..Limits::default() };
+    let generous =
+        SchedulingLimits { storage_over_provisioning_percentage: 200, ..SchedulingLimits::default() };
     assert!(matches!(expand_within(&cluster, "v", 21 * GIB, generous), Ok(Change::Store(_))));
     let grown = stored(ask(&cluster, 10 * GIB).unwrap());
     assert_eq!((grown.spec.size, grown.status.current_size), (10 * GIB, Some(GIB)));

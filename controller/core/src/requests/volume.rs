@@ -5,7 +5,7 @@ use shorthorn_types::limits::MAX_MEMBERS;
 use super::create::{check_share, check_size};
 use super::{Change, RequestError, absent, find, find_living, with_spec};
 use crate::objects::{DataLocality, Kind, RebuildLimits, Replica, Volume, VolumeSpec, VolumeState};
-use crate::scheduler::{self, Limits};
+use crate::scheduler::{self, SchedulingLimits};
 use crate::{ClusterState, NodeName, Timestamp, labels};
 
 /// Returns the volume wanted on `node`.
@@ -170,7 +170,7 @@ pub fn evict(cluster: &ClusterState, replica: &str, now: Timestamp) -> Result<Ch
 /// # Errors
 /// [`RequestError`] has the obstacle.
 pub fn expand(cluster: &ClusterState, name: &str, size_bytes: u64) -> Result<Change<Volume>, RequestError> {
-    expand_within(cluster, name, size_bytes, Limits::default())
+    expand_within(cluster, name, size_bytes, SchedulingLimits::default())
 }
 
 /// Returns the same, if the disks have room within `limits`.
@@ -181,7 +181,7 @@ pub fn expand_within(
     cluster: &ClusterState,
     name: &str,
     size_bytes: u64,
-    limits: Limits,
+    limits: SchedulingLimits,
 ) -> Result<Change<Volume>, RequestError> {
     let volume = find_living(cluster, name)?;
     check_size(size_bytes)?;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, btree_map};
 use std::iter::Peekable;
 
-use super::request::{DiskCandidate, Limits, NodeCandidate};
+use super::request::{DiskCandidate, NodeCandidate, SchedulingLimits};
 use crate::cluster_state::ScheduledBytes;
 use crate::objects::{ConditionType, DiskSpec, DiskStatus, Node, Replica, Volume};
 use crate::observed::{Agents, Detail, InstanceKey, ObservedAgent};
@@ -106,7 +106,11 @@ impl<'a, V> Sorted<'a, V> {
 
 /// Returns the most bytes that can be scheduled on one disk of the node, as far as its object shows. None if
 /// no disk accepts a replica.
-pub(crate) fn largest_room_bytes(cluster: &ClusterState, node: &Node, limits: Limits) -> Option<u64> {
+pub(crate) fn largest_room_bytes(
+    cluster: &ClusterState,
+    node: &Node,
+    limits: SchedulingLimits,
+) -> Option<u64> {
     let scheduled = cluster.replicas.scheduled_on(&node.metadata.name);
     let room = |(path, spec): (&String, &DiskSpec)| {
         let scheduled = scheduled.and_then(|disks| disks.get(path)).copied().unwrap_or_default();

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::filters;
 use super::refusal::{PlacementRefusal, Removal};
-use super::request::{DiskCandidate, Limits, PlacementRequest};
+use super::request::{DiskCandidate, PlacementRequest, SchedulingLimits};
 use crate::objects::{Replica, Volume};
 use crate::{ClusterState, NodeName};
 
@@ -17,7 +17,7 @@ pub fn room_to_grow(
     cluster: &ClusterState,
     volume: &Volume,
     size_bytes: u64,
-    limits: Limits,
+    limits: SchedulingLimits,
 ) -> Result<(), PlacementRefusal> {
     let mut wanted: BTreeMap<(&NodeName, &str), u64> = BTreeMap::new();
     for replica in cluster.replicas_of(&volume.spec.volume_name) {

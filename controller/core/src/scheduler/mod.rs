@@ -27,7 +27,7 @@ pub use candidates::{candidates, candidates_for_new, taken_bytes};
 pub use filters::Filter;
 pub use growth::room_to_grow;
 pub use refusal::{PlacementRefusal, Removal};
-pub use request::{DiskCandidate, Limits, NodeCandidate, PlacementRequest};
+pub use request::{DiskCandidate, NodeCandidate, PlacementRequest, SchedulingLimits};
 pub use room::{Room, room};
 pub use sampling::place;
 pub use scores::Gain;

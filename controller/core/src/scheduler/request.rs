@@ -5,7 +5,7 @@ use crate::{Label, Labels, NodeName};
 
 /// The limits of the use of disks, and the rule for cordoned machines, for all volumes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct SchedulingLimits {
     /// The limit of scheduled bytes, in percent of the bytes that are not reserved. Replicas are sparse, so
     /// more than 100 can work, and can run out of space.
     pub storage_over_provisioning_percentage: u32,
@@ -15,9 +15,9 @@ pub struct Limits {
     pub disable_scheduling_on_cordoned_node: bool,
 }
 
-impl Default for Limits {
-    fn default() -> Limits {
-        Limits {
+impl Default for SchedulingLimits {
+    fn default() -> SchedulingLimits {
+        SchedulingLimits {
             storage_over_provisioning_percentage: 100,
             storage_minimal_available_percentage: 10,
             disable_scheduling_on_cordoned_node: true,
@@ -45,13 +45,13 @@ pub struct PlacementRequest {
     /// The node that should have a replica, if one should.
     pub local: Option<NodeName>,
     /// The limits of the use of disks, and the rule for cordoned machines.
-    pub limits: Limits,
+    pub limits: SchedulingLimits,
 }
 
 impl PlacementRequest {
     /// Returns the requirements of each replica of `volume`.
     #[must_use]
-    pub fn of(volume: &Volume, limits: Limits) -> PlacementRequest {
+    pub fn of(volume: &Volume, limits: SchedulingLimits) -> PlacementRequest {
         let (spec, status) = (&volume.spec, &volume.status);
         let place = spec.node_id.as_ref().or(status.current_node_id.as_ref());
         let place = place.or(spec.preferred_node_id.as_ref());
@@ -130,13 +130,13 @@ impl NodeCandidate {
 impl DiskCandidate {
     /// Returns the bytes that can still be scheduled.
     #[must_use]
-    pub fn room_bytes(&self, limits: Limits) -> u64 {
+    pub fn room_bytes(&self, limits: SchedulingLimits) -> u64 {
         let usable = self.total_bytes.saturating_sub(self.reserved_bytes);
         percent_of(limits.storage_over_provisioning_percentage, usable).saturating_sub(self.scheduled_bytes)
     }
 
     /// Returns the bytes that have to stay free.
-    pub(super) fn minimal_available_bytes(&self, limits: Limits) -> u64 {
+    pub(super) fn minimal_available_bytes(&self, limits: SchedulingLimits) -> u64 {
         percent_of(limits.storage_minimal_available_percentage, self.total_bytes)
     }
 }

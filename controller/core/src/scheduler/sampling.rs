@@ -80,7 +80,7 @@ mod tests {
 
     fn placed(example: &Example, random: u64) -> Result<Vec<Placement>, PlacementRefusal> {
         let volume = &example.cluster.volumes["v"];
-        let request = PlacementRequest::of(volume, crate::scheduler::Limits::default());
+        let request = PlacementRequest::of(volume, crate::scheduler::SchedulingLimits::default());
         place(&example.cluster, &example.agents, volume, &request, (0, 3), random)
     }
 

@@ -235,7 +235,7 @@ fn every_filter_removes_a_place_with_a_reason() {
 #[test]
 fn a_place_that_passes_all_filters_takes_a_replica() {
     let mut exact = disk("/1", 100, 0);
-    exact.scheduled_bytes = exact.room_bytes(Limits::default()) - 5 * GIB;
+    exact.scheduled_bytes = exact.room_bytes(SchedulingLimits::default()) - 5 * GIB;
     exact.available_bytes = 10 * GIB;
     exact.tags = labels(["ssd", "new"]).unwrap();
     let good = NodeCandidate { tags: labels(["fast"]).unwrap(), ..node("a", vec![exact.clone()]) };
@@ -256,7 +256,8 @@ fn a_place_that_passes_all_filters_takes_a_replica() {
 #[test]
 fn scheduled_bytes_exceed_the_disk_only_by_the_percentage() {
     let percent = |percent| {
-        let limits = Limits { storage_over_provisioning_percentage: percent, ..Limits::default() };
+        let limits =
+            SchedulingLimits { storage_over_provisioning_percentage: percent, ..SchedulingLimits::default() };
         disk("/1", 100, 40).room_bytes(limits) / GIB
     };
     assert_eq!((percent(100), percent(200), percent(50), percent(10)), (50, 140, 5, 0));
@@ -264,8 +265,8 @@ fn scheduled_bytes_exceed_the_disk_only_by_the_percentage() {
 
 #[test]
 fn machines_that_are_cordoned_in_kubernetes_take_replicas_if_that_is_configured() {
-    let limits = Limits { disable_scheduling_on_cordoned_node: false, ..Limits::default() };
-    let wanted = PlacementRequest { limits, ..request(5) };
+    let mut wanted = request(5);
+    wanted.limits.disable_scheduling_on_cordoned_node = false;
     let machine = NodeCandidate { machine_cordoned: true, ..plain("a") };
     assert!(place_one(&wanted, &mut [machine.clone()], 0).is_ok());
     assert!(place_one(&wanted, &mut [NodeCandidate { cordoned: true, ..machine }], 0).is_err());
@@ -455,10 +456,10 @@ fn some_request() -> impl Strategy<Value = PlacementRequest> {
             node_selector: if selectors.0 { labels(["fast"]).unwrap() } else { Labels::new() },
             disk_selector: if selectors.1 { labels(["ssd"]).unwrap() } else { Labels::new() },
             local: selectors.2.map(|at| NodeName::new(&format!("n{at}")).unwrap()),
-            limits: Limits {
+            limits: SchedulingLimits {
                 storage_over_provisioning_percentage: limits.0,
                 storage_minimal_available_percentage: limits.1,
-                ..Limits::default()
+                ..SchedulingLimits::default()
             },
         }
     })

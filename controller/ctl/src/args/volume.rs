@@ -21,7 +21,7 @@ pub enum VolumeCommand {
         #[arg(long, short, value_name = "NAMESPACE")]
         namespace: Option<String>,
         #[command(flatten)]
-        options: list::Options,
+        options: list::ListOptions,
     },
     /// Shows everything about one volume
     #[command(visible_alias = "show")]

@@ -13,7 +13,7 @@ use shorthorn_csi::DRIVER_NAME;
 use shorthorn_kube::{KINDS, kind_name, plural, resource};
 
 use super::archive::Archive;
-use crate::reach::Cluster;
+use crate::reach::ClusterAccess;
 
 /// The most objects of a kind.
 const OBJECTS_MAX: usize = 100_000;
@@ -39,7 +39,11 @@ const OTHERS: [(&str, &str, &str, &str, bool); 11] = [
     ("storage.k8s.io", "v1", "VolumeAttachment", "volumeattachments", false),
 ];
 
-pub(super) async fn gather(archive: &mut Archive<File>, cluster: &Cluster, log_lines: u32) -> io::Result<()> {
+pub(super) async fn gather(
+    archive: &mut Archive<File>,
+    cluster: &ClusterAccess,
+    log_lines: u32,
+) -> io::Result<()> {
     for kind in KINDS {
         let name = format!("kubernetes/shorthorn-{}.json", plural(kind));
         add(archive, cluster, &resource(kind), true, &name).await?;
@@ -62,7 +66,7 @@ pub(super) async fn gather(archive: &mut Archive<File>, cluster: &Cluster, log_l
 
 async fn add(
     archive: &mut Archive<File>,
-    cluster: &Cluster,
+    cluster: &ClusterAccess,
     resource: &ApiResource,
     is_ours: bool,
     name: &str,
@@ -125,7 +129,7 @@ fn without_managers(mut object: Value) -> Value {
     object
 }
 
-async fn logs(archive: &mut Archive<File>, cluster: &Cluster, lines: u32) -> io::Result<()> {
+async fn logs(archive: &mut Archive<File>, cluster: &ClusterAccess, lines: u32) -> io::Result<()> {
     let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
     let list = match tokio::time::timeout(CALL_LIMIT, pods.list(&ListParams::default().limit(PAGE))).await {
         Ok(Ok(list)) => list.items,

@@ -13,7 +13,7 @@ use super::archive::Archive;
 use crate::calls::limited;
 use crate::doctor::{self, CheckOutput};
 use crate::format::Format;
-use crate::list::{ListKind, Lister, Options};
+use crate::list::{ListKind, ListOptions, Lister};
 use crate::status;
 
 /// The maximum number of unhealthy volumes whose explanation is collected.
@@ -27,7 +27,7 @@ pub(super) async fn gather(
     let replicas = ListKind::Replicas { volume: String::new(), node: String::new() };
     let mut ill = Vec::new();
     for (name, what) in [("volumes", volumes), ("replicas", replicas), ("nodes", ListKind::Nodes)] {
-        let lister = Lister { client: client.clone(), what, options: Options::default() };
+        let lister = Lister { client: client.clone(), what, options: ListOptions::default() };
         let file = format!("controller/{name}.json");
         match lister.list().await {
             Ok(Ok(list)) => {
@@ -78,7 +78,7 @@ async fn add_status(archive: &mut Archive<File>, mut client: ControllerClient<Ch
 
 async fn add_trash(archive: &mut Archive<File>, client: ControllerClient<Channel>) -> io::Result<()> {
     let what = ListKind::Trash { volume: String::new() };
-    match (Lister { client, what, options: Options::default() }).list().await {
+    match (Lister { client, what, options: ListOptions::default() }).list().await {
         Ok(Ok(list)) => {
             let table = list.text(Format::Table).map_err(io::Error::other)?;
             let text = std::iter::once(table).chain(list.warnings).collect::<Vec<_>>().join("\n");

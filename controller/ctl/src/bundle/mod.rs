@@ -16,7 +16,7 @@ use tonic::transport::Channel;
 use self::archive::Archive;
 use super::error::CtlError;
 use super::output;
-use super::reach::Cluster;
+use super::reach::ClusterAccess;
 use super::status::VERSION;
 
 /// The unit of the controller, whose log is on this host if it runs here.
@@ -36,7 +36,7 @@ pub struct BundleArgs {
 pub(super) async fn write(
     args: BundleArgs,
     client: &ControllerClient<Channel>,
-    cluster: Option<&Cluster>,
+    cluster: Option<&ClusterAccess>,
 ) -> Result<String, CtlError> {
     let now = jiff::Timestamp::now();
     let stamp = now.strftime("%Y%m%dT%H%M%SZ").to_string();
@@ -69,7 +69,7 @@ async fn fill(
     archive: &mut Archive<File>,
     log_lines: u32,
     client: &ControllerClient<Channel>,
-    cluster: Option<&Cluster>,
+    cluster: Option<&ClusterAccess>,
 ) -> std::io::Result<()> {
     archive.add_json("shorthornctl.json", json!({ "version": VERSION }))?;
     controller::gather(archive, client).await?;

@@ -7,7 +7,7 @@ use crate::args::RebalanceArgs;
 use crate::calls::limited;
 use crate::doctor::CheckOutput;
 use crate::error::CtlError;
-use crate::reach::Cluster;
+use crate::reach::ClusterAccess;
 use crate::rebalance::{describe, rebalance};
 use crate::{cluster_checks, doctor, output, status};
 
@@ -29,7 +29,7 @@ impl Session {
             Ok(found) => checks.extend(found),
             // Messages of Kubernetes may have the reason.
             Err(error) if !checks.is_empty() => {
-                let reason = self.cluster.as_ref().and_then(Cluster::problem);
+                let reason = self.cluster.as_ref().and_then(ClusterAccess::problem);
                 checks.push(doctor::unreachable(reason.unwrap_or_else(|| error.to_string())));
             }
             Err(error) => return Err(error),

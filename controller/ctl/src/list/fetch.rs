@@ -26,7 +26,7 @@ pub struct Order {
 
 /// The options of a list.
 #[derive(Clone, Debug, Default, Args)]
-pub struct Options {
+pub struct ListOptions {
     #[command(flatten)]
     pub order: Order,
     /// Maximum number of objects; prints the command for the next ones to standard error
@@ -40,9 +40,9 @@ pub struct Options {
     pub page_token: String,
 }
 
-impl From<Order> for Options {
-    fn from(order: Order) -> Options {
-        Options { order, ..Options::default() }
+impl From<Order> for ListOptions {
+    fn from(order: Order) -> ListOptions {
+        ListOptions { order, ..ListOptions::default() }
     }
 }
 
@@ -76,7 +76,7 @@ pub(crate) enum ListKind {
 pub(crate) struct Lister {
     pub(crate) client: ControllerClient<Channel>,
     pub(crate) what: ListKind,
-    pub(crate) options: Options,
+    pub(crate) options: ListOptions,
 }
 
 /// A page of objects, or all pages together.

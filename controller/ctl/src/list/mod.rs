@@ -19,7 +19,7 @@ use super::output::for_programs;
 use super::table::{table, wide_table};
 
 pub(super) use devices::devices;
-pub(super) use fetch::{ListKind, Lister, Options, Order};
+pub(super) use fetch::{ListKind, ListOptions, Lister, Order};
 pub(super) use watch::watch;
 
 /// A column of a table.

@@ -110,18 +110,18 @@ pub(super) struct Reached {
     /// The name in messages.
     pub(super) name: String,
     /// The cluster that it is reached through, if it is.
-    pub(super) cluster: Option<Cluster>,
+    pub(super) cluster: Option<ClusterAccess>,
 }
 
 /// A cluster that the controller runs in.
 #[derive(Clone)]
-pub(super) struct Cluster {
+pub(super) struct ClusterAccess {
     pub(super) client: Client,
     pub(super) namespace: String,
     problem: Problem,
 }
 
-impl Cluster {
+impl ClusterAccess {
     /// Returns the error of the last connection; none if unknown.
     pub(super) fn problem(&self) -> Option<String> {
         self.problem.last()
@@ -170,7 +170,7 @@ async fn through_cluster(args: &ReachArgs) -> Result<Reached, CtlError> {
     let endpoint = endpoint.connect_timeout(FORWARD_LIMIT);
     let endpoint = endpoint.http2_keep_alive_interval(KEEP_ALIVE).keep_alive_timeout(KEEP_ALIVE);
     let channel = endpoint.connect_with_connector_lazy(Connector::new(streams));
-    Ok(Reached { channel, name, cluster: Some(Cluster { client, namespace, problem }) })
+    Ok(Reached { channel, name, cluster: Some(ClusterAccess { client, namespace, problem }) })
 }
 
 #[cfg(test)]

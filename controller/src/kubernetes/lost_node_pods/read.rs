@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use k8s_openapi::api::core::v1::{Node as KubeNode, PersistentVolume, Pod as KubePod, Volume};
 use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::ResourceExt;
-use shorthorn_controller_core::lost_node_pods::{AttachedVolume, MachineState, Namespaced, Owner, Pod};
+use shorthorn_controller_core::lost_node_pods::{AttachedVolume, MachineState, Namespaced, Pod, PodOwner};
 use shorthorn_csi::DRIVER_NAME;
 
 use crate::kubernetes::discover::is_ready;
@@ -52,17 +52,17 @@ pub(in crate::kubernetes) fn pod(pod: &KubePod) -> Option<Pod> {
     })
 }
 
-fn owner(pod: &KubePod) -> Owner {
+fn owner(pod: &KubePod) -> PodOwner {
     if pod.annotations().contains_key(MIRROR_ANNOTATION) {
-        return Owner::Kubelet;
+        return PodOwner::Kubelet;
     }
     let is = |kind: &str| pod.owner_references().iter().any(|owner| owner.kind == kind);
     if is("DaemonSet") {
-        Owner::DaemonSet
+        PodOwner::DaemonSet
     } else if is("Node") {
-        Owner::Kubelet
+        PodOwner::Kubelet
     } else {
-        Owner::Any
+        PodOwner::Any
     }
 }
 
@@ -165,10 +165,10 @@ mod tests {
         let owned = |kind: &str| owned_by(kind, true).owner;
         assert!(owned_by("ReplicaSet", true).has_controller);
         assert!(!owned_by("ConfigMap", false).has_controller && !of(json!({})).has_controller);
-        assert_eq!(owned("StatefulSet"), Owner::Any);
-        assert_eq!(owned("DaemonSet"), Owner::DaemonSet);
-        assert_eq!(owned("Node"), Owner::Kubelet);
-        assert_eq!(of(json!({ "annotations": { MIRROR_ANNOTATION: "h" } })).owner, Owner::Kubelet);
+        assert_eq!(owned("StatefulSet"), PodOwner::Any);
+        assert_eq!(owned("DaemonSet"), PodOwner::DaemonSet);
+        assert_eq!(owned("Node"), PodOwner::Kubelet);
+        assert_eq!(of(json!({ "annotations": { MIRROR_ANNOTATION: "h" } })).owner, PodOwner::Kubelet);
         let living = of(json!({}));
         assert!(living.gone_by.is_none() && !living.is_ended_by_force && !living.has_ended);
         let ended = of(json!({

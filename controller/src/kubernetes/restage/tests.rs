@@ -15,7 +15,7 @@ use crate::kubernetes::events::events;
 use crate::kubernetes::fake_api::{FakeApi, fake_client};
 use crate::metrics::Metrics;
 use crate::store::MemoryStore;
-use crate::work::Queue;
+use crate::work::WorkQueue;
 
 /// Pods of an API server, which it deletes as kubelets take time to end them.
 struct FakePods {
@@ -101,7 +101,7 @@ async fn store() -> Arc<dyn Store> {
 /// Three machines, of whose agents that of m3 is out of reach. On m1, the device is gone under two pods, and
 /// it was gone under a former pod of the name `new`.
 async fn restager(client: Client, events: Events) -> Restager {
-    let (store, queue) = (store().await, Arc::new(Queue::new()));
+    let (store, queue) = (store().await, Arc::new(WorkQueue::new()));
     let fleet = Fleet::new(&Default::default(), Arc::clone(&store), queue, Metrics::default()).unwrap();
     fleet.insert_observed("a", agent(true, &[("v", "owned"), ("w", "bare"), ("u", "former")]));
     fleet.insert_observed("b", agent(true, &[]));

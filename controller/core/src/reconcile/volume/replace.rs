@@ -20,7 +20,7 @@ use crate::drain::{self, EvictionReason};
 use crate::objects::{
     ConditionType, DesireState, Engine, EngineSpec, Finding, MemberMode, Replica, ReplicaSpec, Volume,
 };
-use crate::reconcile::rebuilds::Rebuilds;
+use crate::reconcile::rebuilds::RebuildCounts;
 use crate::reconcile::{
     Context, NEW_REPLICA_WAIT, REBUILD_CHECK, has_lost_location, health, needs_scheduling, remaining,
 };
@@ -261,7 +261,7 @@ impl<'a> VolumeReconciler<'a> {
     fn place_one_more(&self, engine: &Engine) -> Result<Placement, PlacementRefusal> {
         let request = self.request();
         let mut nodes = scheduler::candidates(self.context.cluster, self.context.agents, self.stored);
-        let rebuilds = Rebuilds::count(self.context, engine);
+        let rebuilds = RebuildCounts::count(self.context, engine);
         for node in &mut nodes {
             node.is_busy = rebuilds.left(&node.name) == 0;
         }

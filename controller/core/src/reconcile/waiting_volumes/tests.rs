@@ -40,7 +40,7 @@ fn node(total_bytes: u64) -> Node {
 
 fn opens(cluster: &mut ClusterState, node: Node) -> bool {
     cluster.insert(node.into());
-    may_open(cluster, Limits::default(), &Key::new(Kind::Node, "a"))
+    may_open(cluster, SchedulingLimits::default(), &Key::new(Kind::Node, "a"))
 }
 
 #[test]
@@ -71,8 +71,11 @@ fn only_a_node_with_room_for_the_smallest_waiting_volume_starts_a_search() {
         assert!(!opens(&mut cluster, closed));
     }
     assert!(opens(&mut cluster, node(100 * GIB)));
-    assert!(may_open(&cluster, Limits::default(), &Key::new(Kind::Replica, "gone-r1")), "its place is free");
-    assert!(!may_open(&cluster, Limits::default(), &Key::new(Kind::Node, "gone")));
+    assert!(
+        may_open(&cluster, SchedulingLimits::default(), &Key::new(Kind::Replica, "gone-r1")),
+        "its place is free"
+    );
+    assert!(!may_open(&cluster, SchedulingLimits::default(), &Key::new(Kind::Node, "gone")));
 }
 
 #[test]

@@ -1,7 +1,7 @@
 use shorthorn_controller_core::objects::{
     ConditionType, Conditions, CurrentState, DataState, DesireState, Discovered, DiskSpec, DiskStatus,
-    Display, EnginePhase, EngineSpec, ExpansionStatus, Finding, Frontend, FrontendStatus, MemberMode,
-    MemberRecord, NodeSpec, NodeStatus, RebuildLimits, ReplicaSpec, Salvage, StoredEngineStatus,
+    Display, EnginePhase, EngineSpec, Finding, Frontend, FrontendStatus, MemberMode, MemberRecord, NodeSpec,
+    NodeStatus, RebuildLimits, ReplicaSpec, Salvage, StoredEngineStatus, StoredExpansionStatus,
     StoredReplicaStatus, VolumeSpec, VolumeStatus,
 };
 use shorthorn_controller_core::schema::pruned;
@@ -142,7 +142,7 @@ fn full_engine() -> Engine {
             current_size: Some(1 << 39),
             lost_writes: true,
             damaged_ranges: 2,
-            expansion: Some(ExpansionStatus { message: Some("m".to_owned()), next_attach: true }),
+            expansion: Some(StoredExpansionStatus { message: Some("m".to_owned()), next_attach: true }),
             rebuild: Some(REBUILD),
             needs_upgrade: Some(true),
         },
