@@ -91,7 +91,7 @@ impl Fleet {
 
     /// Adds an agent at that address; returns false if it can never be reached there.
     fn know(&self, node: &NodeName, url: &ServerUrl) -> bool {
-        if self.connections().get(node).is_some_and(|connection| connection.url == *url) {
+        if self.connections.is_to(node, url) {
             return true;
         }
         let added = self.add(node, url, true);

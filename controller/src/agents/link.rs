@@ -103,7 +103,7 @@ async fn take_over(
     node: &NodeName,
     client: &mut Client,
 ) -> Result<(String, Vec<String>), Status> {
-    let _asking = fleet.ask_for_disks(node).await;
+    let _asking = fleet.connections.ask_for_disks(node).await;
     let mut second = client.clone();
     // Both at once: their frames share the wake-ups of the connection.
     let (info, disks) = tokio::try_join!(
@@ -142,7 +142,7 @@ async fn listen(
     client: &mut Client,
     mut stream: Streaming<v1::InstanceEvent>,
 ) -> Status {
-    let next_look = || Instant::now() + looks_every(fleet.connections().len());
+    let next_look = || Instant::now() + looks_every(fleet.connections.count());
     let look_at_disks = tokio::time::sleep_until(next_look());
     tokio::pin!(look_at_disks);
     loop {

@@ -1,6 +1,7 @@
 //! Connects to the agents and keeps their observed states. No other part connects to them.
 
 mod cluster;
+mod connections;
 pub(crate) mod convert;
 mod discover;
 mod follow;
@@ -16,15 +17,15 @@ use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::observed::{Agents, CallFailure, ObservedAgent};
 use shorthorn_controller_core::reconcile::concerned;
 use shorthorn_controller_core::{AgentCall, NodeName, Timestamp};
+use shorthorn_pki::Credentials;
 use shorthorn_pki::address::{AddressError, ServerUrl};
-use shorthorn_pki::{Credentials, Role};
 use thiserror::Error;
-use tokio::sync::{Mutex, OwnedMutexGuard};
 use tonic::service::interceptor::InterceptedService;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 use self::cluster::OfCluster;
+use self::connections::Connections;
 use self::convert::AgentRequest;
 pub(crate) use self::discover::ASKED_MAX;
 pub use self::requests::{Found, FoundTrash};
@@ -32,11 +33,6 @@ use crate::counts::Metrics;
 use crate::queue::WorkQueue;
 use crate::store::Store;
 
-/// The longest that a connection may take to come about. A SYN is sent again after 1 s and 3 s.
-const CONNECT_LIMIT: Duration = Duration::from_secs(5);
-/// The interval of probes of a silent connection, and the time limit of the answer. With the limit it is as
-/// long as `UNREACHABLE_AFTER` of the reconcilers.
-const KEEP_ALIVE: Duration = Duration::from_secs(5);
 /// The time limit for the answer of an agent that starts or inspects an instance. A busy disk delays the
 /// files that it stores by seconds.
 pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(15);
@@ -109,19 +105,8 @@ pub struct Fleet {
     queue: Arc<WorkQueue>,
     metrics: Metrics,
     configured: BTreeMap<NodeName, ServerUrl>,
-    /// None: only agents on this host are connected to.
-    credentials: Option<Credentials>,
-    connections: RwLock<BTreeMap<NodeName, AgentConnection>>,
+    connections: Connections,
     agents: RwLock<Agents>,
-}
-
-/// The connection to an agent, and its address.
-#[derive(Clone)]
-struct AgentConnection {
-    url: ServerUrl,
-    channel: Channel,
-    /// Held while disks are queried or added, so that an older answer never replaces a newer one.
-    asking_for_disks: Arc<Mutex<()>>,
 }
 
 impl std::fmt::Debug for Fleet {
@@ -161,8 +146,7 @@ impl Fleet {
             queue,
             metrics,
             configured: nodes.clone(),
-            credentials,
-            connections: RwLock::default(),
+            connections: Connections::new(credentials),
             agents: RwLock::default(),
         };
         for (node, url) in nodes {
@@ -175,23 +159,17 @@ impl Fleet {
 
     /// Adds the agent of `node`.
     fn add(&self, node: &NodeName, url: &ServerUrl, from_object: bool) -> Result<(), AddressError> {
-        let role = Role::Node(node.to_string());
-        let channel = url.connect(&protected(url.endpoint()?), self.credentials.as_ref(), role)?;
-        let connection = AgentConnection { url: url.clone(), channel, asking_for_disks: Arc::default() };
+        let connection = self.connections.connect(node, url)?;
         let agent = ObservedAgent { from_object, ..ObservedAgent::new(url.to_string(), Timestamp::now()) };
         self.agents_mut().insert(node.clone(), agent);
-        self.connections.write().unwrap_or_else(PoisonError::into_inner).insert(node.clone(), connection);
+        self.connections.insert(node.clone(), connection);
         Ok(())
     }
 
     /// Does not know the agent of `node` any more.
     fn remove(&self, node: &NodeName) {
-        self.connections.write().unwrap_or_else(PoisonError::into_inner).remove(node);
+        self.connections.remove(node);
         self.agents_mut().remove(node);
-    }
-
-    fn connections(&self) -> RwLockReadGuard<'_, BTreeMap<NodeName, AgentConnection>> {
-        self.connections.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the observed agents. The guard must not be held across an await.
@@ -211,18 +189,17 @@ impl Fleet {
 
     /// Returns the keys of the nodes whose agents are known, stored or not.
     pub fn node_keys(&self) -> Vec<Key> {
-        self.connections().keys().map(|node| Key::new(Kind::Node, node.as_str())).collect()
+        self.connections.nodes().iter().map(|node| Key::new(Kind::Node, node.as_str())).collect()
     }
 
     fn client(&self, node: &NodeName) -> Result<Client, AgentCallError> {
-        let connections = self.connections();
-        let connection = connections.get(node).ok_or_else(|| AgentCallError::NotConfigured(node.clone()))?;
-        Ok(NodeClient::new(self.marked(connection)))
+        let channel = self.connections.channel(node);
+        let channel = channel.ok_or_else(|| AgentCallError::NotConfigured(node.clone()))?;
+        Ok(NodeClient::new(self.marked(channel)))
     }
 
-    fn marked(&self, connection: &AgentConnection) -> AgentChannel {
-        let of_cluster = OfCluster::new(self.store.cluster(), self.store.leader());
-        InterceptedService::new(connection.channel.clone(), of_cluster)
+    fn marked(&self, channel: Channel) -> AgentChannel {
+        InterceptedService::new(channel, OfCluster::new(self.store.cluster(), self.store.leader()))
     }
 
     /// Returns the nodes whose agents are connected.
@@ -237,12 +214,7 @@ impl Fleet {
         if !self.agents().get(node).is_some_and(ObservedAgent::is_synced) {
             return None;
         }
-        self.connections().get(node).map(|connection| self.marked(connection))
-    }
-
-    async fn ask_for_disks(&self, node: &NodeName) -> Option<OwnedMutexGuard<()>> {
-        let asking = Arc::clone(&self.connections().get(node)?.asking_for_disks);
-        Some(asking.lock_owned().await)
+        self.connections.channel(node).map(|channel| self.marked(channel))
     }
 
     /// Has everything on `node` looked at.
@@ -364,15 +336,6 @@ impl Fleet {
         }
         .map_err(AgentCallError::from)
     }
-}
-
-/// Limits the time that an unresponsive peer can cost.
-fn protected(endpoint: Endpoint) -> Endpoint {
-    endpoint
-        .connect_timeout(CONNECT_LIMIT)
-        .http2_keep_alive_interval(KEEP_ALIVE)
-        .keep_alive_timeout(KEEP_ALIVE)
-        .keep_alive_while_idle(true)
 }
 
 pub(crate) fn limited<T>(message: T, limit: Duration) -> tonic::Request<T> {

@@ -169,7 +169,7 @@ impl Fleet {
     pub async fn remove_disk(&self, node: &NodeName, path: &str) -> Result<(), AgentCallError> {
         self.in_reach(node)?;
         // Later than a question that is under way, whose answer still has it.
-        let _asking = self.ask_for_disks(node).await;
+        let _asking = self.connections.ask_for_disks(node).await;
         let request = v1::RemoveDiskRequest { path: path.to_owned() };
         let mut client = self.client(node)?;
         self.answer(node, "remove a disk", client.remove_disk(limited(request, CALL_LIMIT))).await?;
@@ -237,7 +237,7 @@ impl Fleet {
     /// # Errors
     /// [`AgentCallError`].
     pub async fn add_disk(&self, node: &NodeName, path: &str) -> Result<ObservedDisk, AgentCallError> {
-        let _asking = self.ask_for_disks(node).await;
+        let _asking = self.connections.ask_for_disks(node).await;
         let request = limited(v1::AddDiskRequest { path: path.to_owned() }, CALL_LIMIT);
         let disk = self.answer(node, "add a disk", self.client(node)?.add_disk(request)).await?;
         let (path, disk) = convert::disk(disk);
