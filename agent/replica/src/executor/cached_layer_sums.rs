@@ -1,8 +1,8 @@
 //! Pieces of snapshots' layers, and their sums as far as they are in memory.
 
-use shorthorn_store::{ByteRange, FileIndex, LayerSums, StoreError};
+use shorthorn_store::{ByteRange, FileIndex, FoundSums, LayerSums, Store, StoreError};
 use shorthorn_types::limits::MAX_IO_BYTES;
-use shorthorn_wire::{EMPTY_SUM, LayerRange, SUM_PIECE_BYTES};
+use shorthorn_wire::{EMPTY_SUM, KeepSums, LayerRange, SUM_PIECE_BYTES};
 
 use crate::error::ReplicaError;
 use crate::limits::BLOCK_BYTES_USIZE;
@@ -29,35 +29,112 @@ impl CachedLayerSums {
         self.kept = None;
     }
 
+    /// Returns the sums that are kept of a layer, and keeps them in memory.
+    pub fn load(&mut self, image: &str, store: &Store) -> Result<Option<&LayerSums>, StoreError> {
+        if !self.has(image) {
+            let sums = match store.snapshot_layers().load_sums(image)? {
+                FoundSums::Kept(sums) if sums.piece_bytes == PIECE_BYTES => Some(sums),
+                FoundSums::Kept(_) | FoundSums::None => None,
+                FoundSums::Damaged(reason) => {
+                    tracing::warn!(
+                        image,
+                        reason,
+                        "the checksums of a snapshot are damaged and ignored; a scrub makes those again on \
+                         which all members agree"
+                    );
+                    None
+                }
+            };
+            self.put(image, sums);
+        }
+        Ok(self.kept())
+    }
+
+    /// Returns the next piece from `from_bytes` on where the layer in `file` has blocks, or had when its sums
+    /// were kept. The sums of this layer are in memory.
+    pub fn next_piece(
+        &self,
+        file: FileIndex,
+        from_bytes: u64,
+        store: &Store,
+    ) -> Result<Option<u64>, StoreError> {
+        let data = store.chain().next_layer_data(file, from_bytes)?;
+        let has_data = data.map(|at| at.max(from_bytes) / SUM_PIECE_BYTES * SUM_PIECE_BYTES);
+        let first = from_bytes / SUM_PIECE_BYTES;
+        let had_data = self.kept().and_then(|sums| {
+            let later = sums.sums.iter().skip(usize::try_from(first).unwrap_or(usize::MAX));
+            let at = later.take_while(|sum| matches!(**sum, 0 | EMPTY_SUM)).count();
+            let number = first + at as u64;
+            (number < sums.sums.len() as u64).then_some(number * SUM_PIECE_BYTES)
+        });
+        let next = [has_data, had_data].into_iter().flatten().min();
+        Ok(next.filter(|at| *at < store.size_bytes()))
+    }
+
+    /// Takes sums to keep. They are stored when the last ones of the layer have come.
+    ///
+    /// # Errors
+    /// The sums do not fit the layer, or the error of the store.
+    pub fn keep(&mut self, message: &KeepSums, store: &mut Store) -> Result<(), ReplicaError> {
+        let KeepSums { image, is_first, is_last, first_piece, sums } = message;
+        let layer_bytes = store.snapshot_layers().size_bytes(image).ok_or_else(|| no_layer(image))?;
+        if *is_first {
+            self.begin(image, layer_bytes);
+        }
+        let received = self.receiving(image).ok_or_else(|| no_layer(image))?;
+        let Some(received) = received else { return Ok(()) };
+        let places = received.sums.iter_mut().skip(*first_piece as usize);
+        if sums.len() > KeepSums::SUMS_MAX || places.len() < sums.len() {
+            return Err(ReplicaError::Sums {
+                image: image.clone(),
+                first_piece: *first_piece,
+                count: sums.len(),
+            });
+        }
+        places.zip(sums).for_each(|(place, sum)| *place = *sum);
+        if *is_last { self.save_received(image, store) } else { Ok(()) }
+    }
+
+    fn save_received(&mut self, image: &str, store: &mut Store) -> Result<(), ReplicaError> {
+        let Some(received) = self.take_received() else { return Ok(()) };
+        let is_known = self.load(image, store)?.is_some_and(|kept| *kept == received);
+        self.forget();
+        if !is_known {
+            store.snapshot_layers().save_sums(image, &received)?;
+            tracing::info!(image, pieces = received.sums.len(), "the sums of a snapshot are kept");
+        }
+        Ok(())
+    }
+
     /// Returns true if the sums kept of this layer are in memory, or the layer is known to have none.
-    pub fn has(&self, image: &str) -> bool {
+    fn has(&self, image: &str) -> bool {
         self.kept.as_ref().is_some_and(|(kept, _)| kept == image)
     }
 
     /// Puts the sums kept of a layer into memory.
-    pub fn put(&mut self, image: &str, sums: Option<LayerSums>) {
+    fn put(&mut self, image: &str, sums: Option<LayerSums>) {
         self.kept = Some((image.to_owned(), sums));
     }
 
     /// Returns the sums in memory.
-    pub fn kept(&self) -> Option<&LayerSums> {
+    fn kept(&self) -> Option<&LayerSums> {
         self.kept.as_ref().and_then(|(_, sums)| sums.as_ref())
     }
 
     /// Begins to receive the sums of a layer.
-    pub fn begin(&mut self, image: &str, layer_bytes: u64) {
+    fn begin(&mut self, image: &str, layer_bytes: u64) {
         self.received = Some((image.to_owned(), LayerSums::new(layer_bytes, PIECE_BYTES, EMPTY_SUM)));
     }
 
     /// Returns the sums of the layer received so far. The outer option is none if another layer, or none, is
     /// being received; the inner one if the layer is too large.
-    pub fn receiving(&mut self, image: &str) -> Option<Option<&mut LayerSums>> {
+    fn receiving(&mut self, image: &str) -> Option<Option<&mut LayerSums>> {
         let (_, received) = self.received.as_mut().filter(|(received, _)| received == image)?;
         Some(received.as_mut())
     }
 
     /// Ends to receive sums, and returns them.
-    pub fn take_received(&mut self) -> Option<LayerSums> {
+    fn take_received(&mut self) -> Option<LayerSums> {
         self.received.take().and_then(|(_, received)| received)
     }
 }
@@ -101,7 +178,34 @@ pub(super) fn no_layer(image: &str) -> ReplicaError {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
+    use crate::executor::tests::new_store;
+
+    #[test]
+    fn sums_are_kept_when_the_last_ones_have_come() {
+        let temp = tempfile::tempdir().unwrap();
+        let (mut store, ..) = new_store(&temp.path().join("replica"));
+        store.write_at(&[7; 4096], SUM_PIECE_BYTES * 2, true).unwrap();
+        store.snapshot("below", true, BTreeMap::new(), "2026-01-01T00:00:00Z").unwrap();
+        let image = store.chain().copy_layers().unwrap()[0].image.to_string();
+        let file = store.snapshot_layers().find(&image).unwrap();
+        let mut sums = CachedLayerSums::default();
+        let keep = |sums: &mut CachedLayerSums, store: &mut Store, first_piece, values: &[u32], is_last| {
+            let (is_first, values) = (first_piece == 0, values.to_vec());
+            sums.keep(&KeepSums { image: image.clone(), is_first, is_last, first_piece, sums: values }, store)
+        };
+        keep(&mut sums, &mut store, 0, &[EMPTY_SUM, EMPTY_SUM, 5], false).unwrap();
+        assert!(sums.load(&image, &store).unwrap().is_none());
+        assert_eq!(sums.next_piece(file, 0, &store).unwrap(), Some(SUM_PIECE_BYTES * 2));
+        assert!(keep(&mut sums, &mut store, 9, &[6; 100], true).is_err(), "the layer is not that large");
+        keep(&mut sums, &mut store, 3, &[EMPTY_SUM, 6], true).unwrap();
+        let kept = sums.load(&image, &store).unwrap().map(|sums| sums.sums[..5].to_vec());
+        assert_eq!(kept, Some(vec![EMPTY_SUM, EMPTY_SUM, 5, EMPTY_SUM, 6]));
+        let after = SUM_PIECE_BYTES * 3;
+        assert_eq!(sums.next_piece(file, after, &store).unwrap(), Some(SUM_PIECE_BYTES * 4), "it had blocks");
+    }
 
     #[test]
     fn sums_of_one_layer_at_a_time_are_in_memory() {
