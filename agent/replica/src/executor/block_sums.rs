@@ -18,7 +18,6 @@ use shorthorn_types::limits::BLOCK_BYTES;
 pub(crate) use self::lost::{NotRecorded, is_rot_of_head};
 pub(crate) use self::rot::Modification;
 use super::block::{block_ranges, number_in_page, number_of};
-use super::in_flight::InFlight;
 use super::sum_file::SumFile;
 use super::sum_job::SumJob;
 use crate::limits::SLOTS;
@@ -107,11 +106,11 @@ impl BlockSums {
 
     /// Ends the series: its sums do not count any more, and lost blocks stay known. Returns false if no sums
     /// were kept.
-    pub fn retire(&mut self, in_flight: &InFlight) -> bool {
+    pub fn retire(&mut self) -> bool {
         if self.pages.is_kept() {
             self.known.forget_sums(self.lost.keys().copied());
         }
-        let was_kept = self.pages.retire(in_flight);
+        let was_kept = self.pages.retire();
         if was_kept {
             self.known.forget_pages();
         }
@@ -127,30 +126,35 @@ impl BlockSums {
 /// Pages: see [`SumFile`].
 impl BlockSums {
     /// Returns the place of a page, if it is in memory; else it is being read, or will be asked for again.
-    pub fn load_page(&mut self, number: u64, in_flight: &mut InFlight, ring: &mut Ring) -> Option<usize> {
-        self.pages.load(number, in_flight, ring)
+    pub fn load_page(&mut self, number: u64, ring: &mut Ring) -> Option<usize> {
+        self.pages.load(number, ring)
     }
 
     /// Begins an interrupted read of a page again. Returns false if the page is not needed any more.
-    pub fn read_page_again(&self, at: usize, in_flight: &mut InFlight, ring: &mut Ring) -> bool {
-        self.pages.read_again(at, in_flight, ring)
+    pub fn read_page_again(&mut self, at: usize, ring: &mut Ring) -> bool {
+        self.pages.read_again(at, ring)
     }
 
     /// Ends the read of a page after `count` bytes. Returns its number, and whether it has valid sums; none
     /// if the page is not needed any more.
-    pub fn page_loaded(&mut self, at: usize, count: usize, in_flight: &InFlight) -> Option<(u64, bool)> {
-        self.pages.loaded(at, count, in_flight)
+    pub fn page_loaded(&mut self, at: usize, count: usize) -> Option<(u64, bool)> {
+        self.pages.loaded(at, count)
     }
 
     /// Begins the write of a page, durably. False if it is being written already, or is not in memory.
-    pub fn write_page(&mut self, at: usize, number: u64, in_flight: &mut InFlight, ring: &mut Ring) -> bool {
-        self.pages.write(at, number, in_flight, ring)
+    pub fn write_page(&mut self, at: usize, number: u64, ring: &mut Ring) -> bool {
+        self.pages.write(at, number, ring)
     }
 
     /// Ends the write of a page. After a failure it is read again before it is used. Returns false if it is
     /// not needed any more.
-    pub fn page_written(&mut self, at: usize, well: bool, in_flight: &InFlight) -> bool {
-        self.pages.written(at, well, in_flight)
+    pub fn page_written(&mut self, at: usize, well: bool) -> bool {
+        self.pages.written(at, well)
+    }
+
+    /// Returns true if the ring reads and writes no page.
+    pub fn is_idle(&self) -> bool {
+        self.pages.is_idle()
     }
 
     /// Frees memory of pages that reads do not use any more.

@@ -75,7 +75,7 @@ impl Executor {
 
     fn load_sums_for(&mut self, slot: u16, ring: &mut Ring) {
         let blocks = self.work(slot).blocks;
-        self.block_sums.load_pages_for(blocks, self.state.intent_log(), &mut self.in_flight, ring);
+        self.block_sums.load_pages_for(blocks, self.state.intent_log(), ring);
     }
 
     /// Returns the first block in the slot that differs from its sum, if any. Sums describe the data that a

@@ -1,8 +1,8 @@
-/// The operations on layers and on the file of sums that the kernel has.
+/// The operations on layers that the kernel has.
 #[derive(Debug, Default)]
 pub(super) struct InFlight {
     all: usize,
-    /// The operations that compute or load sums: no request waits for them.
+    /// The reads of blocks to be summed: no request waits for them.
     for_sums: usize,
 }
 
@@ -12,7 +12,7 @@ impl InFlight {
         self.all += 1;
     }
 
-    /// Counts an operation on sums.
+    /// Counts a read of blocks to be summed.
     pub fn began_for_sums(&mut self) {
         self.all += 1;
         self.for_sums += 1;
@@ -24,7 +24,7 @@ impl InFlight {
         self.all -= 1;
     }
 
-    /// Ends an operation on sums.
+    /// Ends a read of blocks to be summed.
     pub fn ended_for_sums(&mut self) {
         self.all -= 1;
         self.for_sums -= 1;
@@ -39,11 +39,6 @@ impl InFlight {
     pub fn is_busy(&self) -> bool {
         self.all > self.for_sums
     }
-
-    /// Returns true if no operation on sums is in flight.
-    pub fn is_idle_for_sums(&self) -> bool {
-        self.for_sums == 0
-    }
 }
 
 #[cfg(test)]
@@ -54,11 +49,11 @@ mod tests {
     fn sums_make_nothing_busy() {
         let mut in_flight = InFlight::default();
         in_flight.began_for_sums();
-        assert!(!in_flight.is_busy() && !in_flight.is_idle() && !in_flight.is_idle_for_sums());
+        assert!(!in_flight.is_busy() && !in_flight.is_idle());
         in_flight.began();
         assert!(in_flight.is_busy());
         in_flight.ended_for_sums();
-        assert!(in_flight.is_busy() && in_flight.is_idle_for_sums());
+        assert!(in_flight.is_busy() && !in_flight.is_idle());
         in_flight.ended();
         assert!(in_flight.is_idle() && !in_flight.is_busy());
     }

@@ -229,9 +229,9 @@ impl Executor {
             return self.on_page(slot, count, ring);
         }
         match (kind, slot) {
-            (kind::SUMS_READ | kind::SUMS_WRITE, _) | (kind::READ, SUM_SLOT) => {
-                self.in_flight.ended_for_sums()
-            }
+            // The file of sums counts its pages.
+            (kind::SUMS_READ | kind::SUMS_WRITE, _) => {}
+            (kind::READ, SUM_SLOT) => self.in_flight.ended_for_sums(),
             _ => self.in_flight.ended(),
         }
         match (kind, Piece::unpack(tag)) {
@@ -269,7 +269,7 @@ impl Executor {
 
     /// Returns true if no operation is in flight in the kernel.
     pub fn is_idle(&self) -> bool {
-        self.in_flight.is_idle() && self.region_sets.is_idle()
+        self.in_flight.is_idle() && self.block_sums.is_idle() && self.region_sets.is_idle()
     }
 
     /// Returns the failure after which nothing is served, if any.

@@ -6,7 +6,6 @@ use std::os::fd::RawFd;
 use shorthorn_ring::Ring;
 use shorthorn_store::{BlockSumsFile, SUM_PAGE_BYTES, SumPage};
 
-use super::in_flight::InFlight;
 use super::operation::{kind, numbered_token};
 use super::sum_pages::{PageSearch, SumPages};
 
@@ -18,16 +17,23 @@ pub(super) struct SumFile {
     /// Files of series that are over, which the ring may still have.
     retired: Vec<BlockSumsFile>,
     pages: SumPages,
+    /// Reads and writes of pages that the ring has.
+    in_flight: usize,
 }
 
 impl SumFile {
     pub fn new(file: Option<BlockSumsFile>) -> io::Result<SumFile> {
-        Ok(SumFile { file, retired: Vec::new(), pages: SumPages::new()? })
+        Ok(SumFile { file, retired: Vec::new(), pages: SumPages::new()?, in_flight: 0 })
     }
 
     /// Returns true if sums are kept.
     pub fn is_kept(&self) -> bool {
         self.file.is_some()
+    }
+
+    /// Returns true if the ring reads and writes no page.
+    pub fn is_idle(&self) -> bool {
+        self.in_flight == 0
     }
 
     fn fd(&self) -> Option<RawFd> {
@@ -39,71 +45,68 @@ impl SumFile {
     }
 
     /// Returns the place of a page, if it is in memory; else it is being read, or will be asked for again.
-    pub fn load(&mut self, number: u64, in_flight: &mut InFlight, ring: &mut Ring) -> Option<usize> {
+    pub fn load(&mut self, number: u64, ring: &mut Ring) -> Option<usize> {
         let found = self.is_kept().then(|| self.pages.find(number))?;
-        self.read(found, number, in_flight, ring)
+        self.read(found, number, ring)
     }
 
     /// Loads a page for a read that is compared, which may take more memory.
-    pub fn load_for_read(&mut self, number: u64, in_flight: &mut InFlight, ring: &mut Ring) {
+    pub fn load_for_read(&mut self, number: u64, ring: &mut Ring) {
         if self.is_kept() {
             let found = self.pages.find_for_read(number);
-            self.read(found, number, in_flight, ring);
+            self.read(found, number, ring);
         }
     }
 
-    fn read(
-        &mut self,
-        found: PageSearch,
-        number: u64,
-        in_flight: &mut InFlight,
-        ring: &mut Ring,
-    ) -> Option<usize> {
+    fn read(&mut self, found: PageSearch, number: u64, ring: &mut Ring) -> Option<usize> {
         let fd = self.fd()?;
         match found {
             PageSearch::Here(at) => Some(at),
             PageSearch::Loading | PageSearch::Full => None,
             PageSearch::Load(at) => {
-                self.begin_read(fd, at, number, in_flight, ring);
+                self.begin_read(fd, at, number, ring);
                 None
             }
         }
     }
 
-    fn begin_read(&self, fd: RawFd, at: usize, number: u64, in_flight: &mut InFlight, ring: &mut Ring) {
+    fn begin_read(&mut self, fd: RawFd, at: usize, number: u64, ring: &mut Ring) {
         let token = numbered_token(kind::SUMS_READ, place(at));
         ring.read(fd, self.pages.buf(at), number * SUM_PAGE_BYTES as u64, token);
-        in_flight.began_for_sums();
+        self.in_flight += 1;
     }
 
     /// Begins an interrupted read of a page again. Returns false if the page is not needed any more.
-    pub fn read_again(&self, at: usize, in_flight: &mut InFlight, ring: &mut Ring) -> bool {
+    pub fn read_again(&mut self, at: usize, ring: &mut Ring) -> bool {
         let Some((fd, number)) = self.fd().zip(self.pages.loading(at)) else { return false };
-        self.begin_read(fd, at, number, in_flight, ring);
+        self.in_flight -= 1;
+        self.begin_read(fd, at, number, ring);
         true
     }
 
     /// Ends the read of a page after `count` bytes: see [`SumPages::loaded`].
-    pub fn loaded(&mut self, at: usize, count: usize, in_flight: &InFlight) -> Option<(u64, bool)> {
-        self.drop_retired(in_flight);
+    pub fn loaded(&mut self, at: usize, count: usize) -> Option<(u64, bool)> {
+        self.in_flight -= 1;
+        self.drop_retired();
         self.pages.loaded(at, self.series(), count)
     }
 
     /// Begins the write of a page, durably. False if it is being written already, or is not in memory.
-    pub fn write(&mut self, at: usize, number: u64, in_flight: &mut InFlight, ring: &mut Ring) -> bool {
+    pub fn write(&mut self, at: usize, number: u64, ring: &mut Ring) -> bool {
         let Some(fd) = self.fd() else { return false };
         if !self.pages.begin_write(at, self.series()) {
             return false;
         }
         let token = numbered_token(kind::SUMS_WRITE, place(at));
         ring.write(fd, self.pages.buf(at), number * SUM_PAGE_BYTES as u64, true, token);
-        in_flight.began_for_sums();
+        self.in_flight += 1;
         true
     }
 
     /// Ends the write of a page: see [`SumPages::written`].
-    pub fn written(&mut self, at: usize, well: bool, in_flight: &InFlight) -> bool {
-        self.drop_retired(in_flight);
+    pub fn written(&mut self, at: usize, well: bool) -> bool {
+        self.in_flight -= 1;
+        self.drop_retired();
         self.pages.written(at, well)
     }
 
@@ -127,10 +130,10 @@ impl SumFile {
     }
 
     /// Ends the series: its sums do not count any more. Returns false if no sums were kept.
-    pub fn retire(&mut self, in_flight: &InFlight) -> bool {
+    pub fn retire(&mut self) -> bool {
         let Some(file) = self.file.take() else { return false };
         self.retired.push(file);
-        self.drop_retired(in_flight);
+        self.drop_retired();
         self.pages.forget();
         true
     }
@@ -140,8 +143,9 @@ impl SumFile {
         self.file = Some(file);
     }
 
-    fn drop_retired(&mut self, in_flight: &InFlight) {
-        if in_flight.is_idle_for_sums() {
+    /// Closes the files of former series, unless the ring may still have one.
+    fn drop_retired(&mut self) {
+        if self.is_idle() {
             self.retired.clear();
         }
     }
@@ -169,26 +173,21 @@ mod tests {
         let temp = tempfile::tempdir().unwrap();
         let (mut store, ..) = new_store(&temp.path().join("replica"));
         let mut file = SumFile::new(Some(store.open_block_sums().unwrap())).unwrap();
-        let (mut in_flight, mut ring) = (InFlight::default(), Ring::new(16).unwrap());
-        assert_eq!(file.load(0, &mut in_flight, &mut ring), None);
-        assert_eq!(file.load(0, &mut in_flight, &mut ring), None, "it is being read");
-        let read = wait(&mut ring);
-        in_flight.ended_for_sums();
-        assert!(in_flight.is_idle());
-        let at = usize::from(read.token.index);
-        assert_eq!(
-            file.loaded(at, read.count().unwrap(), &in_flight),
-            Some((0, false)),
-            "it was never written"
-        );
-        assert_eq!(file.load(0, &mut in_flight, &mut ring), Some(at));
+        let mut ring = Ring::new(16).unwrap();
+        assert_eq!(file.load(0, &mut ring), None);
+        assert_eq!(file.load(0, &mut ring), None, "it is being read");
+        assert!(!file.is_idle());
+        let at = usize::from(wait(&mut ring).token.index);
+        assert!(file.read_again(at, &mut ring) && !file.is_idle(), "the read was interrupted");
+        let count = wait(&mut ring).count().unwrap();
+        assert_eq!(file.loaded(at, count), Some((0, false)), "it was never written");
+        assert!(file.is_idle() && !file.read_again(at, &mut ring));
+        assert_eq!(file.load(0, &mut ring), Some(at));
         file.sums_mut(at).set(1, 7);
-        assert!(file.write(at, 0, &mut in_flight, &mut ring));
-        assert!(!file.write(at, 0, &mut in_flight, &mut ring), "it is being written");
-        let written = wait(&mut ring);
-        in_flight.ended_for_sums();
-        assert_eq!(written.count().unwrap(), SUM_PAGE_BYTES);
-        assert!(file.written(at, true, &in_flight));
+        assert!(file.write(at, 0, &mut ring));
+        assert!(!file.write(at, 0, &mut ring), "it is being written");
+        assert_eq!(wait(&mut ring).count().unwrap(), SUM_PAGE_BYTES);
+        assert!(!file.is_idle() && file.written(at, true) && file.is_idle());
         assert_eq!(file.peek(0).and_then(|sums| sums.sum(1)), Some(7));
     }
 
@@ -197,19 +196,14 @@ mod tests {
         let temp = tempfile::tempdir().unwrap();
         let (mut store, ..) = new_store(&temp.path().join("replica"));
         let mut file = SumFile::new(Some(store.open_block_sums().unwrap())).unwrap();
-        let (mut in_flight, mut ring) = (InFlight::default(), Ring::new(16).unwrap());
-        file.load(0, &mut in_flight, &mut ring);
-        assert!(file.retire(&in_flight) && !file.retire(&in_flight));
+        let mut ring = Ring::new(16).unwrap();
+        file.load(0, &mut ring);
+        assert!(file.retire() && !file.retire());
         assert_eq!((file.is_kept(), file.retired.len()), (false, 1));
         file.begin(store.open_block_sums().unwrap());
         let read = wait(&mut ring);
-        in_flight.ended_for_sums();
-        let at = usize::from(read.token.index);
-        assert_eq!(
-            file.loaded(at, read.count().unwrap_or(0), &in_flight),
-            None,
-            "it is of the series before"
-        );
+        let (at, count) = (usize::from(read.token.index), read.count().unwrap_or(0));
+        assert_eq!(file.loaded(at, count), None, "it is of the series before");
         assert!(file.is_kept() && file.retired.is_empty());
     }
 }

@@ -224,7 +224,7 @@ impl Executor {
     fn write_sums(&mut self, number: u64, ring: &mut Ring) -> bool {
         let Some(at) = self.sum_page(number, ring) else { return false };
         self.block_sums.adopt(at, number, &mut self.sum_job, self.state.intent_log());
-        if !self.block_sums.write_page(at, number, &mut self.in_flight, ring) {
+        if !self.block_sums.write_page(at, number, ring) {
             return false;
         }
         self.sum_job.clear();
@@ -234,7 +234,7 @@ impl Executor {
 
     pub(super) fn on_sums_written(&mut self, at: usize, result: Result<usize, Errno>, ring: &mut Ring) {
         let well = result == Ok(SUM_PAGE_BYTES);
-        let is_wanted = self.block_sums.page_written(at, well, &self.in_flight);
+        let is_wanted = self.block_sums.page_written(at, well);
         if let Err(errno) = result
             && is_final(errno)
             && !is_passing(errno)
@@ -291,15 +291,15 @@ impl Executor {
 
     /// Returns a page of sums, if it is here; else it is being read, or will be asked for again.
     pub(super) fn sum_page(&mut self, number: u64, ring: &mut Ring) -> Option<usize> {
-        self.block_sums.load_page(number, &mut self.in_flight, ring)
+        self.block_sums.load_page(number, ring)
     }
 
     pub(super) fn on_sums_read(&mut self, at: usize, result: Result<usize, Errno>, ring: &mut Ring) {
         // The page is not damaged: the rot that it shows would be forgotten.
-        if result.is_err_and(is_passing) && self.block_sums.read_page_again(at, &mut self.in_flight, ring) {
+        if result.is_err_and(is_passing) && self.block_sums.read_page_again(at, ring) {
             return;
         }
-        if let Some((number, false)) = self.block_sums.page_loaded(at, result.unwrap_or(0), &self.in_flight) {
+        if let Some((number, false)) = self.block_sums.page_loaded(at, result.unwrap_or(0)) {
             self.sums_are_unknown(number);
         }
         // Modifications come first: comparisons would take the entries of their pages.
@@ -333,7 +333,7 @@ impl Executor {
     /// # Errors
     /// The sums can be neither invalidated nor deleted. The replica then serves nothing any more.
     pub(super) fn renew_sums(&mut self) -> Result<(), ReplicaError> {
-        if !self.block_sums.retire(&self.in_flight) {
+        if !self.block_sums.retire() {
             return Ok(());
         }
         self.void_job();

@@ -7,7 +7,6 @@ use shorthorn_types::ByteRange;
 
 use super::{BlockSums, is_summed, touches_summed};
 use crate::executor::block::number_of;
-use crate::executor::in_flight::InFlight;
 use crate::limits::REPORTED_ROTTEN_MAX;
 
 impl BlockSums {
@@ -70,15 +69,9 @@ impl BlockSums {
     }
 
     /// Loads the pages with sums of these blocks that count, which may take more memory.
-    pub fn load_pages_for(
-        &mut self,
-        blocks: ByteRange,
-        intent_log: &WriteIntentLog,
-        in_flight: &mut InFlight,
-        ring: &mut Ring,
-    ) {
+    pub fn load_pages_for(&mut self, blocks: ByteRange, intent_log: &WriteIntentLog, ring: &mut Ring) {
         for page in pages_for(blocks, intent_log) {
-            self.pages.load_for_read(page, in_flight, ring);
+            self.pages.load_for_read(page, ring);
         }
     }
 }
@@ -107,13 +100,11 @@ mod tests {
         let temp = tempfile::tempdir().unwrap();
         let (mut store, _, mut loaded) = new_store(&temp.path().join("replica"));
         let mut sums = BlockSums::new(Some(store.open_block_sums().unwrap())).unwrap();
-        let (mut in_flight, mut ring) = (InFlight::default(), Ring::new(16).unwrap());
-        assert_eq!(sums.load_page(0, &mut in_flight, &mut ring), None);
-        let mut completions = Vec::new();
+        let (mut ring, mut completions) = (Ring::new(16).unwrap(), Vec::new());
+        assert_eq!(sums.load_page(0, &mut ring), None);
         ring.wait(None, &mut completions).unwrap();
-        in_flight.ended_for_sums();
         let at = usize::from(completions[0].token.index);
-        assert_eq!(sums.page_loaded(at, SUM_PAGE_BYTES, &in_flight), Some((0, false)), "it is new");
+        assert_eq!(sums.page_loaded(at, SUM_PAGE_BYTES), Some((0, false)), "it is new");
         sums.pages.sums_mut(at).set(3, 7);
         let [summed, unsummed] =
             [3, 4].map(|block| ByteRange::new(block * BLOCK_BYTES, BLOCK_BYTES).unwrap());

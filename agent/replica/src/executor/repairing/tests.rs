@@ -109,7 +109,7 @@ fn sum_region(executor: &mut Executor, sum: u32, ring: &mut Ring) {
     end_reads(executor, ring);
     let at = executor.sum_page(0, ring).unwrap();
     executor.block_sums.pages().sums_mut(at).set(number_in_page(block), sum);
-    assert!(executor.block_sums.write_page(at, 0, &mut executor.in_flight, ring));
+    assert!(executor.block_sums.write_page(at, 0, ring));
     end_reads(executor, ring);
     let intent_log = executor.state.intent_log_mut();
     let region = intent_log.regions().touched(block);
