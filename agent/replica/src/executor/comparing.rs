@@ -5,7 +5,7 @@
 //! meanwhile, are not compared.
 
 use shorthorn_ring::Ring;
-use shorthorn_store::{BlockSource, FileIndex, block_sum};
+use shorthorn_store::{BlockSource, FileIndex};
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{Header, Opcode};
 
@@ -18,7 +18,7 @@ impl Executor {
     /// Begins the check of the request in the slot, which begins to read.
     pub(super) fn begin_check(&mut self, slot: u16) {
         if self.block_sums.may_show_rot() {
-            self.requests.begin_check(slot);
+            self.io.requests_mut().begin_check(slot);
         }
     }
 
@@ -39,9 +39,9 @@ impl Executor {
         let rotten = if wants_check { self.rotten_block(slot) } else { None };
         if wants_check && rotten.is_none() {
             let is_confirmed = self.confirms_all(slot);
-            self.requests.set_confirmed(slot, is_confirmed);
+            self.io.requests_mut().set_confirmed(slot, is_confirmed);
         }
-        self.requests.end_check(slot);
+        self.io.requests_mut().end_check(slot);
         if let Some(block) = rotten {
             self.block_sums.know_rot(block, self.state.intent_log());
             self.block_sums.report_rotten(block);
@@ -88,7 +88,7 @@ impl Executor {
             _ => None,
         };
         block_ranges(blocks).find(|block| {
-            self.is_rotten(slot, blocks, *block) && layer.is_none_or(|layer| self.is_seen_in(layer, *block))
+            self.is_rotten(slot, *block) && layer.is_none_or(|layer| self.is_seen_in(layer, *block))
         })
     }
 
@@ -109,7 +109,7 @@ impl Executor {
             let is_in = |executor: &mut Executor, layer| {
                 executor.comes_from(block, |source| source == BlockSource::File(layer))
             };
-            self.is_block_confirmed(slot, blocks, block) && layer.is_none_or(|layer| is_in(self, layer))
+            self.is_block_confirmed(slot, block) && layer.is_none_or(|layer| is_in(self, layer))
         })
     }
 
@@ -118,8 +118,8 @@ impl Executor {
     }
 
     /// Returns true if a sum that counts has decided that the block is not rotten.
-    fn is_block_confirmed(&self, slot: u16, blocks: ByteRange, block: ByteRange) -> bool {
-        let found = || block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
+    fn is_block_confirmed(&self, slot: u16, block: ByteRange) -> bool {
+        let found = || self.io.sum_of(slot, block);
         self.block_sums.confirms(block, found, self.state.intent_log())
     }
 
@@ -139,8 +139,8 @@ impl Executor {
         is_planned && are_such
     }
 
-    fn is_rotten(&self, slot: u16, blocks: ByteRange, block: ByteRange) -> bool {
-        let found = || block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
+    fn is_rotten(&self, slot: u16, block: ByteRange) -> bool {
+        let found = || self.io.sum_of(slot, block);
         self.block_sums.is_rotten(block, found, self.state.intent_log())
     }
 

@@ -21,7 +21,7 @@ impl Executor {
     /// # Errors
     /// It may not.
     pub fn check_may_become_copy(&self) -> Result<(), ReplicaError> {
-        let (holds_data, is_busy) = (holds_data(&self.store)?, self.in_flight.is_busy());
+        let (holds_data, is_busy) = (holds_data(&self.store)?, self.io.is_busy());
         Ok(self.state.check_may_discard(self.is_rebuilding(), holds_data, is_busy)?)
     }
 
@@ -60,7 +60,7 @@ impl Executor {
     /// # Errors
     /// The error of the store. If it fails half-way, nothing is served any more.
     pub fn begin_copy(&mut self, layers: Vec<CopyLayer>) -> Result<Vec<bool>, ReplicaError> {
-        debug_assert!(!self.in_flight.is_busy(), "the caller has checked that no request is in flight");
+        debug_assert!(!self.io.is_busy(), "the caller has checked that no request is in flight");
         self.layer_sums.forget();
         let begun = self.store.begin_copy(layers);
         if self.store.is_broken() {

@@ -1,14 +1,13 @@
 //! Reads and writes.
 
 use shorthorn_ring::Ring;
-use shorthorn_store::{BlockSource, StoreError, block_sum};
-use shorthorn_types::limits::BLOCK_BYTES;
+use shorthorn_store::{BlockSource, StoreError};
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::Opcode;
 
 use super::Executor;
-use super::block::{block_count, distance, length_of};
-use super::operation::{OperationResult, is_passing, kind, not_rot, piece_token};
+use super::block::block_count;
+use super::operation::{OperationResult, is_passing, kind, not_rot};
 use super::piece::Piece;
 use super::requests::{SUM_SLOT, Work, is_durable};
 use crate::limits::EDGE_BLOCKS;
@@ -23,11 +22,12 @@ impl Executor {
         if planned.is_ok() {
             for segment in &segments {
                 match segment.source {
-                    BlockSource::Zero => self.buffers.part(slot, blocks.offset(), segment.range).zero(),
+                    BlockSource::Zero => self.io.data(slot, segment.range).zero(),
                     BlockSource::File(file) => {
                         let first = EDGE_BLOCKS + block_count(segment.range.offset() - blocks.offset());
                         let count = block_count(segment.range.length());
-                        self.read(slot, kind::READ, Piece::new(first, count, file), ring);
+                        let piece = Piece::new(first, count, file);
+                        self.io.read(slot, kind::READ, piece, &self.store, ring);
                     }
                 }
             }
@@ -48,10 +48,12 @@ impl Executor {
             match found.map(|found| found.source) {
                 None => {}
                 Some(BlockSource::Zero) => {
-                    self.buffers.blocks(slot, edge, 1).zero();
+                    self.io.edge(slot, edge).zero();
                     self.complete_edge(slot, edge);
                 }
-                Some(BlockSource::File(file)) => self.read(slot, kind::EDGE, Piece::new(edge, 1, file), ring),
+                Some(BlockSource::File(file)) => {
+                    self.io.read(slot, kind::EDGE, Piece::new(edge, 1, file), &self.store, ring);
+                }
             }
         }
         if self.work(slot).pending == 0 {
@@ -60,25 +62,12 @@ impl Executor {
         Ok(())
     }
 
-    /// Puts the part of an edge block that the write does not change beside the part that it does.
+    /// Completes a block that the write changes in part, whose former data is here.
     fn complete_edge(&mut self, slot: u16, edge: usize) {
-        let work = self.work(slot);
-        let (whole, blocks) = (work.header.range().unwrap_or(work.blocks), work.blocks);
-        let last_block = (whole.end() - 1) / BLOCK_BYTES * BLOCK_BYTES;
-        let start = if edge == 0 { blocks.offset() } else { last_block };
-        let end = start + BLOCK_BYTES;
-        for (from, to) in [(start, whole.offset().max(start)), (whole.end().min(end), end)] {
-            let Ok(part) = ByteRange::new(from, to - from) else { continue };
-            let target = self.buffers.part(slot, blocks.offset(), part);
-            let skip = distance(from - start);
-            target.copy_from_buf(self.buffers.blocks(slot, edge, 1).part(skip, length_of(part)));
-        }
-        if self.sums_await(slot)
-            && let Ok(block) = ByteRange::new(start, BLOCK_BYTES)
-        {
-            let before = block_sum(self.buffers.blocks(slot, edge, 1).crc32c());
-            let after = block_sum(self.buffers.part(slot, blocks.offset(), block).crc32c());
-            self.sum_merged(slot, block, (before, after));
+        let block = self.io.complete_edge(slot, edge);
+        if let Some(block) = block.filter(|_| self.block_sums.awaits(slot)) {
+            let sums = self.io.edge_sums(slot, edge, block);
+            self.sum_merged(slot, block, sums);
         }
     }
 
@@ -87,38 +76,7 @@ impl Executor {
             return self.finish(slot, Err(errno));
         }
         let piece = Piece::blocks_of(self.work(slot).blocks.length(), self.store.head());
-        self.write(slot, piece, ring);
-    }
-
-    pub(super) fn read(&mut self, slot: u16, kind: u8, piece: Piece, ring: &mut Ring) {
-        let buf = self.buffers.blocks(slot, usize::from(piece.first), usize::from(piece.blocks));
-        let offset = self.offset_of(slot, kind, piece);
-        ring.read(self.fd(piece.file), buf, offset, piece_token(kind, slot, piece));
-        self.requests.began(slot);
-        match slot {
-            SUM_SLOT => self.in_flight.began_for_sums(),
-            _ => self.in_flight.began(),
-        }
-    }
-
-    fn write(&mut self, slot: u16, piece: Piece, ring: &mut Ring) {
-        let buf = self.buffers.blocks(slot, usize::from(piece.first), usize::from(piece.blocks));
-        let offset = self.offset_of(slot, kind::WRITE, piece);
-        let token = piece_token(kind::WRITE, slot, piece);
-        let durable = is_durable(&self.work(slot).header);
-        ring.write(self.fd(piece.file), buf, offset, durable, token);
-        self.requests.began(slot);
-        self.in_flight.began();
-    }
-
-    /// Returns the offset of the first block of a piece in the volume.
-    pub(super) fn offset_of(&self, slot: u16, kind: u8, piece: Piece) -> u64 {
-        let blocks = self.work(slot).blocks;
-        match (kind, piece.first) {
-            (kind::EDGE, 0) => blocks.offset(),
-            (kind::EDGE, _) => blocks.end() - BLOCK_BYTES,
-            (_, first) => blocks.offset() + (u64::from(first) - EDGE_BLOCKS as u64) * BLOCK_BYTES,
-        }
+        self.io.write(slot, piece, &self.store, ring);
     }
 
     pub(super) fn on_read(
@@ -129,24 +87,22 @@ impl Executor {
         result: Result<usize, Errno>,
         ring: &mut Ring,
     ) {
-        self.requests.ended(slot);
         if slot == SUM_SLOT && self.sum_job.is_void() {
             // An operation on the directory may have changed the layers meanwhile.
-            self.requests.fail(slot, Errno::IO);
+            self.io.requests_mut().fail(slot, Errno::IO);
             return self.continue_request(slot, kind, ring);
         }
         match result {
-            Err(errno) if is_passing(errno) => return self.read(slot, kind, piece, ring),
+            Err(errno) if is_passing(errno) => return self.io.read(slot, kind, piece, &self.store, ring),
             Err(errno) => self.read_failed(slot, piece, errno),
             Ok(count) => match piece.after(count) {
                 None => {}
-                Some(rest) if rest.first > piece.first => return self.read(slot, kind, rest, ring),
+                Some(rest) if rest.first > piece.first => {
+                    return self.io.read(slot, kind, rest, &self.store, ring);
+                }
                 // The file has ended. The head never does within the volume; a layer below it may be shorter.
                 Some(_) if piece.file == self.store.head() => self.read_failed(slot, piece, Errno::IO),
-                Some(_) => {
-                    let buf = self.buffers.blocks(slot, usize::from(piece.first), usize::from(piece.blocks));
-                    buf.part(count, buf.len() - count).zero();
-                }
+                Some(_) => self.io.zero_rest(slot, piece, count),
             },
         }
         if kind == kind::EDGE {
@@ -157,7 +113,7 @@ impl Executor {
 
     /// Starts the next step after the last operation of a read, or of the edges of a write, has ended.
     fn continue_request(&mut self, slot: u16, kind: u8, ring: &mut Ring) {
-        if self.work(slot).pending == 0 && self.requests.take_void(slot) {
+        if self.work(slot).pending == 0 && self.io.requests_mut().take_void(slot) {
             return self.plan_again(slot, ring);
         }
         let work = self.work(slot);
@@ -189,13 +145,14 @@ impl Executor {
         result: Result<usize, Errno>,
         ring: &mut Ring,
     ) {
-        self.requests.ended(slot);
         let (header, blocks) = (self.work(slot).header, self.work(slot).blocks);
         let failed = match result {
-            Err(errno) if is_passing(errno) => return self.write(slot, piece, ring),
+            Err(errno) if is_passing(errno) => return self.io.write(slot, piece, &self.store, ring),
             Err(errno) => Some(errno),
             Ok(count) => match piece.after(count) {
-                Some(rest) if rest.first > piece.first => return self.write(slot, rest, ring),
+                Some(rest) if rest.first > piece.first => {
+                    return self.io.write(slot, rest, &self.store, ring);
+                }
                 Some(_) => Some(Errno::IO), // not a single block: the request would repeat without an end
                 None => None,
             },
@@ -222,7 +179,7 @@ impl Executor {
             tracing::warn!(%errno, file, "reading failed; later failures are answered but not logged");
         }
         self.read_failures += 1;
-        self.requests.fail(slot, not_rot(errno));
+        self.io.requests_mut().fail(slot, not_rot(errno));
     }
 
     /// Returns the errno of a request that could not be planned, because the file system cannot list the

@@ -56,7 +56,7 @@ impl Executor {
             self.fail(&format!("the sets of regions could not follow an expansion: {error}"));
             return Err(error.into());
         }
-        self.requests.forget_kept_rot();
+        self.io.requests_mut().forget_kept_rot();
         // No other event wakes requests that wait for pages of the former files.
         self.resume_waiting(ring);
         Ok(())

@@ -27,11 +27,11 @@ impl Executor {
         let sums = self.layer_sums.load(&asked.image, &self.store)?;
         let kept = sums.map(|sums| sum_at(sums, piece_range.offset()));
         let checked = Checked { file, piece: piece_range, kept: kept.filter(|sum| *sum != 0) };
-        self.requests.check_layer(slot, piece_range, checked);
-        self.buffers.touch(slot, piece_range);
+        self.io.check_layer(slot, piece_range, checked);
         // Rot does not vote: it is as if it could not be read.
         self.begin_check(slot);
-        self.read(slot, kind::READ, Piece::blocks_of(piece_range.length(), file), ring);
+        let piece = Piece::blocks_of(piece_range.length(), file);
+        self.io.read(slot, kind::READ, piece, &self.store, ring);
         Ok(())
     }
 
@@ -64,7 +64,7 @@ impl Executor {
         SummedRun {
             first_block: number(run.offset() - piece.offset()),
             blocks: number(run.length()),
-            crc32c: self.buffers.part(slot, piece.offset(), run).crc32c(),
+            crc32c: self.io.data(slot, run).crc32c(),
         }
     }
 

@@ -6,7 +6,7 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 
 use super::Executor;
-use super::operation::{OperationResult, is_passing, kind, piece_token};
+use super::operation::{OperationResult, is_passing, kind};
 use super::piece::Piece;
 use super::requests::layer_of;
 
@@ -21,7 +21,7 @@ impl Executor {
         let file = self.store.chain().layer_file(layer_of(&self.work(slot).header)?).ok_or(Errno::INVALID)?;
         self.begin_check(slot);
         let piece = Piece::blocks_of(range.grown_to_blocks().length(), file);
-        self.read(slot, kind::READ, piece, ring);
+        self.io.read(slot, kind::READ, piece, &self.store, ring);
         Ok(())
     }
 
@@ -40,15 +40,8 @@ impl Executor {
         if !fits || !whole_blocks {
             return Err(Errno::INVALID);
         }
-        self.write_layer(slot, Piece::blocks_of(range.length(), file), ring);
+        self.io.write_layer(slot, Piece::blocks_of(range.length(), file), &self.store, ring);
         Ok(())
-    }
-
-    fn write_layer(&mut self, slot: u16, piece: Piece, ring: &mut Ring) {
-        let buf = self.buffers.blocks(slot, usize::from(piece.first), usize::from(piece.blocks));
-        let offset = self.offset_of(slot, kind::LAYER, piece);
-        ring.write(self.fd(piece.file), buf, offset, false, piece_token(kind::LAYER, slot, piece));
-        self.in_flight.began();
     }
 
     pub(super) fn on_layer_written(
@@ -59,10 +52,12 @@ impl Executor {
         ring: &mut Ring,
     ) {
         let outcome = match result {
-            Err(errno) if is_passing(errno) => return self.write_layer(slot, piece, ring),
+            Err(errno) if is_passing(errno) => return self.io.write_layer(slot, piece, &self.store, ring),
             Err(errno) => Err(errno),
             Ok(count) => match piece.after(count) {
-                Some(rest) if rest.first > piece.first => return self.write_layer(slot, rest, ring),
+                Some(rest) if rest.first > piece.first => {
+                    return self.io.write_layer(slot, rest, &self.store, ring);
+                }
                 Some(_) => Err(Errno::IO),
                 None => Ok(()),
             },

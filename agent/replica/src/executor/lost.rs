@@ -4,7 +4,7 @@
 //! A block counts as lost while the record on the disk names it, whatever data it holds.
 
 use shorthorn_replica_core::is_final;
-use shorthorn_store::{LOST_BLOCKS_MAX, block_sum};
+use shorthorn_store::LOST_BLOCKS_MAX;
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::Flags;
 
@@ -76,8 +76,7 @@ impl Executor {
 
     /// Records that the data in the slot is that of lost blocks.
     fn record_rot(&mut self, slot: u16, blocks: ByteRange) -> OperationResult {
-        let buffers = &self.buffers;
-        let sum_of = |block| block_sum(buffers.part(slot, blocks.offset(), block).crc32c());
+        let sum_of = |block| self.io.sum_of(slot, block);
         let recorded = self.block_sums.record_rot(blocks, sum_of, &mut self.store);
         self.record_ended(recorded)
     }

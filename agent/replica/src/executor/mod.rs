@@ -25,6 +25,7 @@ mod operation;
 mod piece;
 mod region_sets;
 mod repairing;
+mod request_io;
 mod requests;
 mod rot;
 mod steps;
@@ -38,28 +39,26 @@ mod zeroes;
 mod zeroing;
 
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
 use std::time::Instant;
 
 use shorthorn_replica_core::{FAILURES_FORGIVEN_AFTER, ReplicaFailure, ReplicaState, is_final};
 use shorthorn_ring::{Completion, IoBuf, Ring, Token};
-use shorthorn_store::{FileIndex, ReadSegment, Store, StoreError};
+use shorthorn_store::{ReadSegment, Store, StoreError};
 use shorthorn_types::{ByteRange, Errno, Generation};
 use shorthorn_wire::{Header, Opcode};
 
 use self::block_sums::BlockSums;
-use self::buffers::Buffers;
 use self::cached_layer_sums::CachedLayerSums;
 use self::flush::Flushes;
 use self::free_space::FreeSpace;
-use self::in_flight::InFlight;
 pub(crate) use self::load::Loaded;
 use self::operation::kind;
 pub(crate) use self::operation::{OperationResult, SOURCE_DISK};
 use self::piece::Piece;
 use self::region_sets::RegionSets;
+use self::request_io::RequestIo;
 pub(crate) use self::requests::reads_data;
-use self::requests::{Requests, SUM_SLOT, Work};
+use self::requests::{SUM_SLOT, Work};
 use self::steps::ReplicaFiles;
 use self::sum_job::SumJob;
 use self::sum_schedule::SumSchedule;
@@ -82,9 +81,7 @@ pub(crate) struct Executor {
     /// The time at which the process has begun to serve.
     since: Instant,
 
-    requests: Requests,
-    buffers: Buffers,
-    in_flight: InFlight,
+    io: RequestIo,
     finished: Vec<(u16, OperationResult)>,
 
     segments: Vec<ReadSegment>,
@@ -113,9 +110,7 @@ impl Executor {
             owner,
             state,
             since: Instant::now(),
-            requests: Requests::new(),
-            buffers: Buffers::new()?,
-            in_flight: InFlight::default(),
+            io: RequestIo::new()?,
             finished: Vec::with_capacity(SLOTS),
             segments: Vec::with_capacity(REQUEST_BLOCKS_MAX),
             read_failures: 0,
@@ -132,10 +127,7 @@ impl Executor {
 
     /// Assigns `slot` to the request of `header`.
     pub fn assign(&mut self, slot: u16, header: Header) {
-        let blocks = self.requests.assign(slot, header);
-        if reads_data(&header) || header.data_bytes() > 0 {
-            self.buffers.touch(slot, blocks);
-        }
+        self.io.assign(slot, header);
     }
 
     /// Returns the header that the slot was assigned for.
@@ -145,25 +137,19 @@ impl Executor {
 
     /// Returns the buffer of the request's data, or of the text of a control frame.
     pub fn payload(&self, slot: u16) -> IoBuf {
-        let Work { header, blocks, .. } = self.work(slot);
-        // Decoded headers have a range, see assign.
-        let range = header.range().unwrap_or(*blocks);
-        self.buffers.part(slot, blocks.offset(), range)
+        self.io.payload(slot)
     }
 
     /// Frees the slot.
     pub fn free(&mut self, slot: u16) {
-        self.requests.free(slot);
-        self.buffers.free(slot);
+        self.io.free(slot);
     }
 
     /// Releases memory: no slot is in use, and none was for a while.
     pub fn release_memory(&mut self) {
         self.layer_sums.release();
-        self.buffers.release_all();
-        if !self.is_summing() {
-            self.buffers.release_one(SUM_SLOT);
-        }
+        let is_summing = self.is_summing();
+        self.io.release_memory(is_summing);
     }
 
     /// Releases memory of verified reads that was not used since the last call.
@@ -228,11 +214,9 @@ impl Executor {
         if kind == kind::PAGE {
             return self.on_page(slot, count, ring);
         }
-        match (kind, slot) {
-            // The file of sums counts its pages.
-            (kind::SUMS_READ | kind::SUMS_WRITE, _) => {}
-            (kind::READ, SUM_SLOT) => self.in_flight.ended_for_sums(),
-            _ => self.in_flight.ended(),
+        // The file of sums counts its pages.
+        if !matches!(kind, kind::SUMS_READ | kind::SUMS_WRITE) {
+            self.io.ended(kind, slot);
         }
         match (kind, Piece::unpack(tag)) {
             (kind::READ | kind::EDGE, Some(piece)) => self.on_read(slot, kind, piece, count, ring),
@@ -259,17 +243,12 @@ impl Executor {
 
     /// Puts the text of an answer to a control frame into the slot. None if it is too long.
     pub fn put_text(&mut self, slot: u16, text: &[u8]) -> Option<IoBuf> {
-        let text_max_bytes = self.header(slot).opcode.text_max_bytes() as usize;
-        let range = ByteRange::new(0, text.len() as u64).ok().filter(|_| text.len() <= text_max_bytes)?;
-        self.buffers.touch(slot, range.grown_to_blocks());
-        let buf = self.buffers.part(slot, 0, range);
-        buf.copy_from(text);
-        Some(buf)
+        self.io.put_text(slot, text)
     }
 
     /// Returns true if no operation is in flight in the kernel.
     pub fn is_idle(&self) -> bool {
-        self.in_flight.is_idle() && self.block_sums.is_idle() && self.region_sets.is_idle()
+        self.io.is_idle() && self.block_sums.is_idle() && self.region_sets.is_idle()
     }
 
     /// Returns the failure after which nothing is served, if any.
@@ -313,21 +292,13 @@ impl Executor {
     }
 
     fn work(&self, slot: u16) -> &Work {
-        self.requests.get(slot)
-    }
-
-    fn fd(&self, file: FileIndex) -> RawFd {
-        self.store.fd(file).as_raw_fd()
+        self.io.work(slot)
     }
 
     /// Returns the free space of the disk in MiB; none if the file system does not report it. The disk is
     /// queried once a second, or after a request has found no space: a PING must not wait for it.
     pub fn free_mib(&mut self) -> Option<u32> {
         self.free_space.mib(Instant::now(), || self.store.free_bytes())
-    }
-
-    fn head_fd(&self) -> RawFd {
-        self.fd(self.store.head())
     }
 
     fn finish(&mut self, slot: u16, outcome: OperationResult) {

@@ -45,6 +45,11 @@ pub(super) fn numbered_token(kind: u8, number: u16) -> Token {
     Token { source: SOURCE_DISK, kind, index: number, tag: 0 }
 }
 
+/// Returns the token of a step of a discard or write of zeroes.
+pub(super) fn zero_token(kind: u8, job: u8) -> Token {
+    Token { source: SOURCE_DISK, kind, index: 0, tag: u32::from(job) }
+}
+
 /// Failures after which the same operation is tried again.
 pub(super) fn is_passing(errno: Errno) -> bool {
     matches!(errno.raw(), libc::EINTR | libc::EAGAIN)

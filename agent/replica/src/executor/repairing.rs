@@ -65,7 +65,7 @@ impl Executor {
         self.store.check_repair(image, range, &runs)?;
         self.keep_zeroes(image, range, &runs, data, ring)?;
         // Blocks that the repair removes from the layer read as zeroes, also if it fails after that.
-        self.requests.void_plans();
+        self.io.requests_mut().void_plans();
         self.zero_jobs.void_reads();
         let repaired = if self.sums_prove(image, range, &runs, data)? {
             // A crash or a failure may leave a block half written: its sum has to reveal that.
@@ -151,7 +151,7 @@ impl Executor {
             return Ok(());
         }
         if let Some(Returning { block, .. }) =
-            returning.iter().find(|returning| self.requests.is_modified(returning.block))
+            returning.iter().find(|returning| self.io.is_modified(returning.block))
         {
             // It may be about to make a hole there, because it has found nothing below.
             return Err(ReplicaError::BeingModified(*block));

@@ -20,8 +20,8 @@ impl Executor {
         if self.block_sums.is_kept() {
             self.sum_schedule.wake_at(|| Instant::now() + SUM_LOOK_INTERVAL);
         }
-        self.block_sums.follow(Modification::new(slot, &self.requests, &self.buffers), range);
-        self.requests.end_checks_of_reads(range);
+        self.block_sums.follow(Modification::new(slot, &self.io), range);
+        self.io.requests_mut().end_checks_of_reads(range);
     }
 
     /// Records that the request in the slot is about to write a block that it has merged with the former
@@ -29,11 +29,6 @@ impl Executor {
     pub(super) fn sum_merged(&mut self, slot: u16, block: ByteRange, sums: (u32, u32)) {
         let Ok(range) = self.work(slot).header.range() else { return };
         self.block_sums.merged(slot, range, block, sums);
-    }
-
-    /// Returns true if the request in the slot has to report the data that it merges.
-    pub(super) fn sums_await(&self, slot: u16) -> bool {
-        self.block_sums.awaits(slot)
     }
 
     /// The request in the slot has ended.
@@ -54,7 +49,7 @@ impl Executor {
     ///
     /// [`BlockSums::repairs_rot`]: super::block_sums::BlockSums::repairs_rot
     pub(super) fn repairs_rot(&self, slot: u16, range: ByteRange) -> bool {
-        let request = Modification::new(slot, &self.requests, &self.buffers);
+        let request = Modification::new(slot, &self.io);
         self.block_sums.repairs_rot(request, range, self.state.intent_log())
     }
 
@@ -87,7 +82,7 @@ impl Executor {
             if !self.block_sums.keep_sums_of(part, self.state.intent_log()) {
                 return Err(Errno::IO);
             }
-            self.requests.set_kept_rot_before(slot, number + 1);
+            self.io.requests_mut().set_kept_rot_before(slot, number + 1);
         }
         Ok(true)
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use shorthorn_replica_core::is_final;
 use shorthorn_ring::Ring;
-use shorthorn_store::{BlockSource, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES, block_sum};
+use shorthorn_store::{BlockSource, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno, RegionSet};
 use shorthorn_wire::{Header, Opcode};
@@ -110,7 +110,7 @@ impl Executor {
         let summed = regions.touched(unit);
         self.sum_schedule.advance(summed.end);
         // The engine has said that nothing is in flight there; it costs little to look.
-        if self.requests.is_modified(unit) || !self.state.intent_log_mut().begin_sums(summed) {
+        if self.io.is_modified(unit) || !self.state.intent_log_mut().begin_sums(summed) {
             return self.sum_schedule.pause(unit.length(), true, Instant::now());
         }
         self.sum_job.begin(unit);
@@ -147,7 +147,7 @@ impl Executor {
         };
         self.sum_job.read(piece);
         let length_bytes = u32::try_from(piece.length()).unwrap_or(0);
-        self.assign(SUM_SLOT, Header::request(Opcode::Read, 0, piece.offset(), length_bytes));
+        self.io.assign(SUM_SLOT, Header::request(Opcode::Read, 0, piece.offset(), length_bytes));
         if let Err(errno) = self.start_read(SUM_SLOT, piece, ring) {
             self.sum_read(Err(errno));
         }
@@ -213,8 +213,7 @@ impl Executor {
             return true;
         }
         for block in block_ranges(blocks) {
-            let sum = block_sum(self.buffers.part(SUM_SLOT, blocks.offset(), block).crc32c());
-            self.sum_job.add(block, sum);
+            self.sum_job.add(block, self.io.sum_of(SUM_SLOT, block));
         }
         self.sum_job.set_step(SummingStep::Next);
         true
@@ -286,7 +285,7 @@ impl Executor {
             // A disk may need seconds for each block that it cannot read.
             return self.sum_schedule.wait_until(Instant::now() + SUM_SPACE_INTERVAL);
         }
-        self.sum_schedule.pause(job.read_bytes, self.in_flight.is_busy(), Instant::now());
+        self.sum_schedule.pause(job.read_bytes, self.io.is_busy(), Instant::now());
     }
 
     /// Returns a page of sums, if it is here; else it is being read, or will be asked for again.

@@ -5,27 +5,21 @@ use shorthorn_types::Errno;
 
 use super::Executor;
 use super::flush::Flush;
-use super::operation::{kind, numbered_token};
 
 impl Executor {
     pub(super) fn flush(&mut self, slot: u16, ring: &mut Ring) {
         match self.flushes.arrive(slot) {
             Flush::Done => self.finish(slot, Ok(())),
-            Flush::Start => self.sync(ring),
+            Flush::Start => self.io.sync(&self.store, ring),
             Flush::Waits => {}
         }
-    }
-
-    fn sync(&mut self, ring: &mut Ring) {
-        self.in_flight.began();
-        ring.fdatasync(self.head_fd(), numbered_token(kind::SYNC, 0));
     }
 
     pub(super) fn on_synced(&mut self, result: Result<usize, Errno>, ring: &mut Ring) {
         match result {
             Ok(_) => {
                 if self.flushes.ended() {
-                    self.sync(ring);
+                    self.io.sync(&self.store, ring);
                 }
             }
             // Data that was not durable may be lost, and the kernel reports that only once: a repeated sync

@@ -1,19 +1,15 @@
 //! Discards and writes of zeroes.
 
-use shorthorn_ring::{Ring, Token};
-use shorthorn_store::{BlockSource, EdgeBlock, ZeroStep, block_sum};
+use shorthorn_ring::Ring;
+use shorthorn_store::{BlockSource, EdgeBlock, ZeroStep};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::Opcode;
 
 use super::Executor;
-use super::block::{distance, length_of};
-use super::operation::{OperationResult, SOURCE_DISK, is_passing, kind, not_rot};
+use super::operation::{OperationResult, is_passing, kind, not_rot};
 use super::requests::is_durable;
 use super::zeroes::Next;
-
-/// The flags with which fallocate makes a hole.
-const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 
 impl Executor {
     pub(super) fn start_zeroing(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) {
@@ -52,17 +48,11 @@ impl Executor {
 
     fn begin_zero_step(&mut self, job: u8, step: ZeroStep, ring: &mut Ring) {
         self.zero_jobs.job(job).begin(step);
-        let token = zero_token(kind::ZERO_STEP, job);
         match step {
-            ZeroStep::Punch(range) => {
-                ring.fallocate(self.head_fd(), PUNCH, range.offset(), range.length(), token);
-            }
-            ZeroStep::WriteZeroes(range) => {
-                ring.write(self.head_fd(), self.buffers.zeroes(range.length()), range.offset(), false, token);
-            }
-            ZeroStep::Merge(edge) => return self.read_zero_edge(job, edge, ring),
+            ZeroStep::Punch(range) => self.io.punch(job, range, &self.store, ring),
+            ZeroStep::WriteZeroes(range) => self.io.write_zeroes(job, range, &self.store, ring),
+            ZeroStep::Merge(edge) => self.read_zero_edge(job, edge, ring),
         }
-        self.in_flight.began();
     }
 
     /// Starts the first step of a merge: reads the block.
@@ -76,14 +66,12 @@ impl Executor {
                 return self.end_zeroing(job, Err(errno), ring);
             }
         };
-        let buf = self.buffers.blocks(slot, 0, 1);
         match source {
             BlockSource::File(file) => {
-                ring.read(self.fd(file), buf, edge.block.offset(), zero_token(kind::ZERO_EDGE, job));
-                self.in_flight.began();
+                self.io.read_zero_edge(job, slot, edge.block, file, &self.store, ring);
             }
             BlockSource::Zero => {
-                buf.zero();
+                self.io.edge(slot, 0).zero();
                 self.write_zero_edge(job, slot, edge, ring);
             }
         }
@@ -91,17 +79,13 @@ impl Executor {
 
     /// Starts the second step of a merge: writes the block with zeroes in it.
     fn write_zero_edge(&mut self, job: u8, slot: u16, edge: EdgeBlock, ring: &mut Ring) {
-        let buf = self.buffers.blocks(slot, 0, 1);
-        let before = self.sums_await(slot).then(|| block_sum(buf.crc32c()));
-        buf.part(distance(edge.part.offset() - edge.block.offset()), length_of(edge.part)).zero();
-        if let Some(before) = before {
-            self.sum_merged(slot, edge.block, (before, block_sum(buf.crc32c())));
+        if let Some(sums) = self.io.zero_edge(slot, edge, self.block_sums.awaits(slot)) {
+            self.sum_merged(slot, edge.block, sums);
         }
         if let Err(errno) = self.record_merged(slot) {
             return self.end_zeroing(job, Err(errno), ring);
         }
-        ring.write(self.head_fd(), buf, edge.block.offset(), false, zero_token(kind::ZERO_STEP, job));
-        self.in_flight.began();
+        self.io.write_zero_edge(job, slot, edge.block, &self.store, ring);
     }
 
     pub(super) fn on_zero_step(&mut self, job: u8, kind: u8, result: Result<usize, Errno>, ring: &mut Ring) {
@@ -114,7 +98,7 @@ impl Executor {
             }
             (ZeroStep::Merge(edge), Ok(count)) if kind == kind::ZERO_EDGE => {
                 // Short only where a layer below the head ends inside the block.
-                let buf = self.buffers.blocks(slot, 0, 1);
+                let buf = self.io.edge(slot, 0);
                 buf.part(count.min(buf.len()), buf.len() - count.min(buf.len())).zero();
                 self.write_zero_edge(job, slot, edge, ring);
             }
@@ -174,10 +158,6 @@ impl Executor {
             self.start(slot, ring);
         }
     }
-}
-
-fn zero_token(kind: u8, job: u8) -> Token {
-    Token { source: SOURCE_DISK, kind, index: 0, tag: u32::from(job) }
 }
 
 #[cfg(test)]

@@ -6,32 +6,34 @@ use std::ops::Range;
 
 use shorthorn_regions::WriteIntentLog;
 use shorthorn_replica_core::{AboutHole, After};
-use shorthorn_store::{SUM_PAGE_SPAN_BYTES, block_sum};
+use shorthorn_store::SUM_PAGE_SPAN_BYTES;
 use shorthorn_types::ByteRange;
-use shorthorn_wire::Opcode;
+use shorthorn_wire::{Header, Opcode};
 
 use super::{BlockSums, is_rot_of_head, is_summed, touches_summed};
 use crate::executor::block::{block_ranges, number_of};
-use crate::executor::buffers::Buffers;
-use crate::executor::requests::{Requests, Work};
+use crate::executor::request_io::RequestIo;
 use crate::limits::REPORTED_ROTTEN_MAX;
 
 /// A request that modifies blocks, with its data.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Modification<'a> {
     slot: u16,
-    work: &'a Work,
-    buffers: &'a Buffers,
+    io: &'a RequestIo,
 }
 
 impl<'a> Modification<'a> {
     /// The modification in the slot.
-    pub fn new(slot: u16, requests: &'a Requests, buffers: &'a Buffers) -> Modification<'a> {
-        Modification { slot, work: requests.get(slot), buffers }
+    pub fn new(slot: u16, io: &'a RequestIo) -> Modification<'a> {
+        Modification { slot, io }
+    }
+
+    fn header(&self) -> &Header {
+        &self.io.work(self.slot).header
     }
 
     fn opcode(&self) -> Opcode {
-        self.work.header.opcode
+        self.header().opcode
     }
 }
 
@@ -74,16 +76,16 @@ impl BlockSums {
             Opcode::WriteZeroes if !is_whole => After::PartlyZeroes { zeroes: self.zero_sum },
             _ if !is_whole => After::Unmerged,
             // Rot that is all zeroes, too, is not data that the block may hold after a failure.
-            Opcode::Write if is_rot_of_head(&request.work.header) => After::Rot,
+            Opcode::Write if is_rot_of_head(request.header()) => After::Rot,
             Opcode::Write => self.after_sum(number_of(block), self.given_sum(request, block)),
             _ => After::Sum(self.given_sum(request, block)),
         }
     }
 
     /// Returns the sum of the data that the request gives a whole block.
-    fn given_sum(&self, Modification { slot, work, buffers }: Modification<'_>, block: ByteRange) -> u32 {
-        match work.header.opcode {
-            Opcode::Write => block_sum(buffers.part(slot, work.blocks.offset(), block).crc32c()),
+    fn given_sum(&self, request: Modification<'_>, block: ByteRange) -> u32 {
+        match request.opcode() {
+            Opcode::Write => request.io.sum_of(request.slot, block),
             _ => self.zero_sum,
         }
     }
@@ -118,7 +120,7 @@ impl BlockSums {
         range: ByteRange,
         intent_log: &WriteIntentLog,
     ) -> bool {
-        let header = &request.work.header;
+        let header = request.header();
         let may_repair = matches!(header.opcode, Opcode::Write | Opcode::WriteZeroes);
         let is_repaired = |block: ByteRange| {
             let number = number_of(block);
