@@ -5,7 +5,7 @@
 //! meanwhile, are not compared.
 
 use shorthorn_ring::Ring;
-use shorthorn_store::{BlockSource, FileIndex};
+use shorthorn_store::{BlockSource, FileIndex, Store};
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{Header, Opcode};
 
@@ -32,8 +32,8 @@ impl Executor {
 
     /// Finishes the request if it is not to be compared, or all its pages of sums are here.
     fn finish_if_compared(&mut self, slot: u16) -> bool {
-        let wants_check = self.work(slot).wants_check;
-        if wants_check && !self.has_sums_for(slot) {
+        let Work { header, blocks, wants_check, .. } = *self.work(slot);
+        if wants_check && !self.block_sums.has_pages_for(blocks, self.state.intent_log()) {
             return false;
         }
         let rotten = if wants_check { self.rotten_block(slot) } else { None };
@@ -46,31 +46,17 @@ impl Executor {
             self.block_sums.know_rot(block, self.state.intent_log());
             self.block_sums.report_rotten(block);
         }
-        if wants_check {
-            self.answered(slot, rotten);
+        // An engine decides about the data of the volume by the answer, but not by the checks of layers.
+        if wants_check && matches!(header.opcode, Opcode::Read | Opcode::Verify) {
+            self.block_sums.answered(blocks, rotten);
         }
         self.finish(slot, rotten.map_or(Ok(()), |_| Err(Errno::ROTTEN)));
         true
     }
 
-    /// An engine gets an answer about the blocks in the slot: one of them is rotten, or all are sound. It
-    /// decides about the data of the volume by that, and not by the checks of layers.
-    fn answered(&mut self, slot: u16, rotten: Option<ByteRange>) {
-        let Work { header, blocks, .. } = *self.work(slot);
-        if matches!(header.opcode, Opcode::Read | Opcode::Verify) {
-            self.block_sums.answered(blocks, rotten);
-        }
-    }
-
     /// Returns true if each block of the read data in the slot matches a sum that counts.
     pub fn is_confirmed(&self, slot: u16) -> bool {
         self.work(slot).is_confirmed
-    }
-
-    /// Returns true if all pages of sums for the slot are in memory, and marks them as used.
-    fn has_sums_for(&mut self, slot: u16) -> bool {
-        let blocks = self.work(slot).blocks;
-        self.block_sums.has_pages_for(blocks, self.state.intent_log())
     }
 
     fn load_sums_for(&mut self, slot: u16, ring: &mut Ring) {
@@ -84,11 +70,14 @@ impl Executor {
         let Work { header, blocks, checked, .. } = *self.work(slot);
         let layer = match header.opcode {
             Opcode::CheckLayer => Some(checked?.file()),
-            Opcode::ReadLayer => Some(self.layer_that_is_read(&header)?),
+            Opcode::ReadLayer => Some(layer_that_is_read(&header, &self.store)?),
             _ => None,
         };
+        let Executor { io, block_sums, state, read_planner, store, .. } = self;
+        let intent_log = state.intent_log();
         block_ranges(blocks).find(|block| {
-            self.is_rotten(slot, *block) && layer.is_none_or(|layer| self.is_seen_in(layer, *block))
+            block_sums.is_rotten(*block, || io.sum_of(slot, *block), intent_log)
+                && layer.is_none_or(|layer| read_planner.is_seen_in(layer, *block, store))
         })
     }
 
@@ -98,50 +87,21 @@ impl Executor {
         let Work { header, blocks, .. } = *self.work(slot);
         let layer = match header.opcode {
             Opcode::Verify => None,
-            Opcode::ReadLayer => match self.layer_that_is_read(&header) {
+            Opcode::ReadLayer => match layer_that_is_read(&header, &self.store) {
                 None => return false,
                 layer => layer,
             },
             _ => return false,
         };
+        let Executor { io, block_sums, state, read_planner, store, .. } = self;
+        let intent_log = state.intent_log();
+        // The sum of a hole is that of a later layer, which may have made zeroes of the block.
+        let mut is_in =
+            |layer, block| read_planner.comes_from(block, |source| source == BlockSource::File(layer), store);
         block_ranges(blocks).all(|block| {
-            // The sum of a hole is that of a later layer, which may have made zeroes of the block.
-            let is_in = |executor: &mut Executor, layer| {
-                executor.comes_from(block, |source| source == BlockSource::File(layer))
-            };
-            self.is_block_confirmed(slot, block) && layer.is_none_or(|layer| is_in(self, layer))
+            block_sums.confirms(block, || io.sum_of(slot, block), intent_log)
+                && layer.is_none_or(|layer| is_in(layer, block))
         })
-    }
-
-    fn layer_that_is_read(&self, header: &Header) -> Option<FileIndex> {
-        layer_of(header).ok().and_then(|layer| self.store.chain().layer_file(layer))
-    }
-
-    /// Returns true if a sum that counts has decided that the block is not rotten.
-    fn is_block_confirmed(&self, slot: u16, block: ByteRange) -> bool {
-        let found = || self.io.sum_of(slot, block);
-        self.block_sums.confirms(block, found, self.state.intent_log())
-    }
-
-    /// Returns true if a reader sees this file's data in the block, or zeroes because no file has it. It may
-    /// have vanished from each of them.
-    pub(super) fn is_seen_in(&mut self, file: FileIndex, block: ByteRange) -> bool {
-        self.comes_from(block, |source| source == BlockSource::Zero || source == BlockSource::File(file))
-    }
-
-    /// Returns true if each part of the block comes from such a source.
-    fn comes_from(&mut self, block: ByteRange, is_such: impl Fn(BlockSource) -> bool) -> bool {
-        let mut segments = std::mem::take(&mut self.segments);
-        segments.clear();
-        let is_planned = self.store.plan_read(block, &mut segments).is_ok();
-        let are_such = segments.iter().all(|segment| is_such(segment.source));
-        self.segments = segments;
-        is_planned && are_such
-    }
-
-    fn is_rotten(&self, slot: u16, block: ByteRange) -> bool {
-        let found = || self.io.sum_of(slot, block);
-        self.block_sums.is_rotten(block, found, self.state.intent_log())
     }
 
     /// Returns true if the sum of the block counts.
@@ -160,4 +120,8 @@ impl Executor {
         }
         self.block_sums.give_back_comparisons(retried);
     }
+}
+
+fn layer_that_is_read(header: &Header, store: &Store) -> Option<FileIndex> {
+    layer_of(header).ok().and_then(|layer| store.chain().layer_file(layer))
 }

@@ -1,7 +1,7 @@
 //! Reads and writes.
 
 use shorthorn_ring::Ring;
-use shorthorn_store::{BlockSource, StoreError};
+use shorthorn_store::BlockSource;
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::Opcode;
 
@@ -16,24 +16,20 @@ impl Executor {
     /// Reads the blocks of `range`, of which any part was requested.
     pub(super) fn start_read(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> OperationResult {
         let blocks = range.grown_to_blocks();
-        let mut segments = std::mem::take(&mut self.segments);
-        segments.clear();
-        let planned = self.store.plan_read(blocks, &mut segments);
-        if planned.is_ok() {
-            for segment in &segments {
-                match segment.source {
-                    BlockSource::Zero => self.io.data(slot, segment.range).zero(),
-                    BlockSource::File(file) => {
-                        let first = EDGE_BLOCKS + block_count(segment.range.offset() - blocks.offset());
-                        let count = block_count(segment.range.length());
-                        let piece = Piece::new(first, count, file);
-                        self.io.read(slot, kind::READ, piece, &self.store, ring);
-                    }
+        let segments = match self.read_planner.plan(blocks, &mut self.store) {
+            Ok(segments) => segments,
+            Err(error) => return Err(self.read_planner.not_planned(&error)),
+        };
+        for segment in segments {
+            match segment.source {
+                BlockSource::Zero => self.io.data(slot, segment.range).zero(),
+                BlockSource::File(file) => {
+                    let first = EDGE_BLOCKS + block_count(segment.range.offset() - blocks.offset());
+                    let piece = Piece::new(first, block_count(segment.range.length()), file);
+                    self.io.read(slot, kind::READ, piece, &self.store, ring);
                 }
             }
         }
-        self.segments = segments;
-        planned.map_err(|error| self.not_planned(&error))?;
         if self.work(slot).pending == 0 {
             self.data_read(slot, ring);
         }
@@ -43,7 +39,7 @@ impl Executor {
     /// Starts a write: all of its data is written to the head in one operation. Blocks that it changes in
     /// part are read and completed first.
     pub(super) fn start_write(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> OperationResult {
-        let plan = self.store.plan_write(range).map_err(|error| self.not_planned(&error))?;
+        let plan = self.store.plan_write(range).map_err(|error| self.read_planner.not_planned(&error))?;
         for (edge, found) in [plan.first, plan.last].into_iter().enumerate() {
             match found.map(|found| found.source) {
                 None => {}
@@ -174,24 +170,7 @@ impl Executor {
     }
 
     fn read_failed(&mut self, slot: u16, piece: Piece, errno: Errno) {
-        if self.read_failures == 0 {
-            let file = piece.file.slot();
-            tracing::warn!(%errno, file, "reading failed; later failures are answered but not logged");
-        }
-        self.read_failures += 1;
+        self.read_planner.read_failed(piece.file, errno);
         self.io.requests_mut().fail(slot, not_rot(errno));
-    }
-
-    /// Returns the errno of a request that could not be planned, because the file system cannot list the
-    /// extents of a layer.
-    pub(super) fn not_planned(&mut self, error: &StoreError) -> Errno {
-        if self.read_failures == 0 {
-            tracing::warn!(
-                %error,
-                "a request could not be planned; later failures are answered but not logged"
-            );
-        }
-        self.read_failures += 1;
-        error.errno()
     }
 }

@@ -23,6 +23,7 @@ mod lost;
 mod marking;
 mod operation;
 mod piece;
+mod read_planner;
 mod region_sets;
 mod repairing;
 mod request_io;
@@ -43,7 +44,7 @@ use std::time::Instant;
 
 use shorthorn_replica_core::{FAILURES_FORGIVEN_AFTER, ReplicaFailure, ReplicaState, is_final};
 use shorthorn_ring::{Completion, IoBuf, Ring, Token};
-use shorthorn_store::{ReadSegment, Store, StoreError};
+use shorthorn_store::{Store, StoreError};
 use shorthorn_types::{ByteRange, Errno, Generation};
 use shorthorn_wire::{Header, Opcode};
 
@@ -55,6 +56,7 @@ pub(crate) use self::load::Loaded;
 use self::operation::kind;
 pub(crate) use self::operation::{OperationResult, SOURCE_DISK};
 use self::piece::Piece;
+use self::read_planner::ReadPlanner;
 use self::region_sets::RegionSets;
 use self::request_io::RequestIo;
 pub(crate) use self::requests::reads_data;
@@ -63,7 +65,7 @@ use self::steps::ReplicaFiles;
 use self::sum_job::SumJob;
 use self::sum_schedule::SumSchedule;
 use self::zeroes::ZeroJobs;
-use crate::limits::{REQUEST_BLOCKS_MAX, SLOTS};
+use crate::limits::SLOTS;
 use crate::state::Owner;
 
 /// Executes requests: see the module.
@@ -84,9 +86,7 @@ pub(crate) struct Executor {
     io: RequestIo,
     finished: Vec<(u16, OperationResult)>,
 
-    segments: Vec<ReadSegment>,
-    /// Failed reads so far; only the first is logged.
-    read_failures: u64,
+    read_planner: ReadPlanner,
     flushes: Flushes,
     zero_jobs: ZeroJobs,
     free_space: FreeSpace,
@@ -112,8 +112,7 @@ impl Executor {
             since: Instant::now(),
             io: RequestIo::new()?,
             finished: Vec::with_capacity(SLOTS),
-            segments: Vec::with_capacity(REQUEST_BLOCKS_MAX),
-            read_failures: 0,
+            read_planner: ReadPlanner::new(),
             flushes: Flushes::new(SLOTS),
             zero_jobs: ZeroJobs::new(),
             free_space: FreeSpace::default(),

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use shorthorn_replica_core::AboutHole;
 use shorthorn_ring::Ring;
-use shorthorn_store::{BlockSource, ByteRange, SUM_PAGE_SPAN_BYTES, StoreError, sum_of_data};
+use shorthorn_store::{ByteRange, SUM_PAGE_SPAN_BYTES, StoreError, sum_of_data};
 use shorthorn_types::Regions;
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::LayerPatch;
@@ -113,7 +113,7 @@ impl Executor {
             };
             let intent_log = self.state.intent_log();
             let is_proven = sum.is_some_and(|sum| self.block_sums.counts_on_disk(block, sum, intent_log));
-            if !is_proven && self.is_seen_in(file, block) {
+            if !is_proven && self.read_planner.is_seen_in(file, block, &mut self.store) {
                 return Ok(false);
             }
         }
@@ -158,7 +158,7 @@ impl Executor {
         }
         let (mut kept, mut undecided) = (Vec::new(), None);
         for returning in returning {
-            if !self.is_hole(returning.block)? {
+            if !self.read_planner.is_hole(returning.block, &mut self.store)? {
                 continue;
             }
             match self.decide_about_hole(returning, ring)? {
@@ -197,16 +197,6 @@ impl Executor {
             }
         }
         Ok(returning)
-    }
-
-    /// Returns true if no layer has the block.
-    fn is_hole(&mut self, block: ByteRange) -> Result<bool, StoreError> {
-        let mut segments = std::mem::take(&mut self.segments);
-        segments.clear();
-        let planned = self.store.plan_read(block, &mut segments);
-        let is_hole = segments.iter().all(|segment| segment.source == BlockSource::Zero);
-        self.segments = segments;
-        planned.map(|()| is_hole)
     }
 
     /// Decides by the sums about a block that is a hole.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use shorthorn_replica_core::is_final;
 use shorthorn_ring::Ring;
-use shorthorn_store::{BlockSource, SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES};
+use shorthorn_store::{SUM_PAGE_BYTES, SUM_PAGE_SPAN_BYTES};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno, RegionSet};
 use shorthorn_wire::{Header, Opcode};
@@ -183,12 +183,8 @@ impl Executor {
         if self.block_sums.known_in(blocks).next().is_some() {
             return true;
         }
-        let mut segments = std::mem::take(&mut self.segments);
-        segments.clear();
-        let planned = self.store.plan_read(range, &mut segments);
-        let holds = planned.is_err() || segments.iter().any(|segment| segment.source != BlockSource::Zero);
-        self.segments = segments;
-        holds
+        // If the file system does not say it, the range is read.
+        !self.read_planner.is_hole(range, &mut self.store).unwrap_or(false)
     }
 
     /// Handles the end of the read of a piece.

@@ -43,7 +43,7 @@ impl Executor {
             self.store.plan_write_zeroes(piece, &mut steps)
         };
         self.zero_jobs.job(index).put_plan(steps);
-        planned.map_err(|error| self.not_planned(&error))
+        planned.map_err(|error| self.read_planner.not_planned(&error))
     }
 
     fn begin_zero_step(&mut self, job: u8, step: ZeroStep, ring: &mut Ring) {
@@ -62,7 +62,7 @@ impl Executor {
             // The layers may have changed since the plan of the job.
             Ok(plan) => plan.first.or(plan.last).map_or(edge.source, |found| found.source),
             Err(error) => {
-                let errno = self.not_planned(&error);
+                let errno = self.read_planner.not_planned(&error);
                 return self.end_zeroing(job, Err(errno), ring);
             }
         };
