@@ -83,7 +83,7 @@ impl Executor {
         result: Result<usize, Errno>,
         ring: &mut Ring,
     ) {
-        if slot == SUM_SLOT && self.sum_job.is_void() {
+        if slot == SUM_SLOT && self.background_sums.is_void() {
             // An operation on the directory may have changed the layers meanwhile.
             self.io.requests_mut().fail(slot, Errno::IO);
             return self.continue_request(slot, kind, ring);

@@ -40,8 +40,7 @@ impl Executor {
         if size_bytes > MAX_VOLUME_BYTES {
             return Err(ReplicaError::TooLarge(size_bytes));
         }
-        self.void_job();
-        self.sum_schedule.search_again();
+        self.background_sums.expand(self.state.intent_log_mut());
         let grown = self.stage_grown(Regions::of(size_bytes))?;
         let expanded = self.store.expand(size_bytes);
         self.look_at_store();

@@ -8,6 +8,7 @@ use shorthorn_store::{BlockSumsFile, Store};
 use shorthorn_types::Regions;
 use shorthorn_views::ReplicaViews;
 
+use super::background_sums::BackgroundSums;
 use super::block_sums::BlockSums;
 use super::region_sets::RegionSets;
 use super::steps::ReplicaFiles;
@@ -21,7 +22,7 @@ pub(crate) struct Loaded {
     pub(super) state: ReplicaState,
     pub(super) region_sets: RegionSets,
     pub(super) block_sums: BlockSums,
-    pub(super) sum_schedule: SumSchedule,
+    pub(super) background_sums: BackgroundSums,
 }
 
 impl Loaded {
@@ -47,7 +48,8 @@ impl Loaded {
         }
         damages.iter().for_each(|(key, damages)| report_damages(*key, damages));
         let sums_file = open_sums(store, &mut state)?;
-        let sum_schedule = SumSchedule::new(sums_file.is_some(), sum_bytes_per_s, Instant::now());
+        let schedule = SumSchedule::new(sums_file.is_some(), sum_bytes_per_s, Instant::now());
+        let background_sums = BackgroundSums::new(schedule);
         let mut block_sums = BlockSums::new(sums_file)
             .map_err(|source| ReplicaError::system("map memory for sums of blocks", source))?;
         block_sums.load_lost(store)?;
@@ -59,7 +61,7 @@ impl Loaded {
                  be equal"
             );
         }
-        Ok(Loaded { state, region_sets, block_sums, sum_schedule })
+        Ok(Loaded { state, region_sets, block_sums, background_sums })
     }
 
     /// Returns the state with which the replica can serve.

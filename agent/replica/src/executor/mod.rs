@@ -5,6 +5,7 @@
 //! carry [`SOURCE_DISK`], and takes the [finished](Executor::take_finished) requests. The code neither
 //! allocates nor logs unless an error occurs.
 
+mod background_sums;
 mod block;
 mod block_sums;
 mod buffers;
@@ -48,6 +49,7 @@ use shorthorn_store::{Store, StoreError};
 use shorthorn_types::{ByteRange, Errno, Generation};
 use shorthorn_wire::{Header, Opcode};
 
+use self::background_sums::BackgroundSums;
 use self::block_sums::BlockSums;
 use self::cached_layer_sums::CachedLayerSums;
 use self::flush::Flushes;
@@ -62,8 +64,6 @@ use self::request_io::RequestIo;
 pub(crate) use self::requests::reads_data;
 use self::requests::{SUM_SLOT, Work};
 use self::steps::ReplicaFiles;
-use self::sum_job::SumJob;
-use self::sum_schedule::SumSchedule;
 use self::zeroes::ZeroJobs;
 use crate::limits::SLOTS;
 use crate::state::Owner;
@@ -94,8 +94,7 @@ pub(crate) struct Executor {
     region_sets: RegionSets,
     layer_sums: CachedLayerSums,
     block_sums: BlockSums,
-    sum_schedule: SumSchedule,
-    sum_job: SumJob,
+    background_sums: BackgroundSums,
 }
 
 impl Executor {
@@ -104,7 +103,7 @@ impl Executor {
     /// # Errors
     /// No memory is available for the buffers.
     pub fn new(store: Store, owner: Owner, loaded: Loaded) -> io::Result<Executor> {
-        let Loaded { state, region_sets, block_sums, sum_schedule } = loaded;
+        let Loaded { state, region_sets, block_sums, background_sums } = loaded;
         Ok(Executor {
             store,
             owner,
@@ -119,8 +118,7 @@ impl Executor {
             region_sets,
             layer_sums: CachedLayerSums::default(),
             block_sums,
-            sum_schedule,
-            sum_job: SumJob::new(),
+            background_sums,
         })
     }
 
@@ -147,8 +145,7 @@ impl Executor {
     /// Releases memory: no slot is in use, and none was for a while.
     pub fn release_memory(&mut self) {
         self.layer_sums.release();
-        let is_summing = self.is_summing();
-        self.io.release_memory(is_summing);
+        self.io.release_memory(self.background_sums.is_running());
     }
 
     /// Releases memory of verified reads that was not used since the last call.
@@ -303,7 +300,7 @@ impl Executor {
     fn finish(&mut self, slot: u16, outcome: OperationResult) {
         let outcome = if self.state.failure().is_some() { Err(Errno::IO) } else { outcome };
         if slot == SUM_SLOT {
-            return self.sum_read(outcome);
+            return self.background_sums.read_ended(outcome);
         }
         let outcome = outcome.and_then(|()| self.record_cured(slot));
         self.sums_followed(slot, outcome);

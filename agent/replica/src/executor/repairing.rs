@@ -207,7 +207,7 @@ impl Executor {
     ) -> Result<AboutHole, ReplicaError> {
         let (number, page) = (number_of(block), block.offset() / SUM_PAGE_SPAN_BYTES);
         let is_known = self.block_sums.knows(number);
-        if !is_known && self.is_summed(block) && self.sum_page(page, ring).is_none() {
+        if !is_known && self.is_summed(block) && self.block_sums.load_page(page, ring).is_none() {
             return Ok(AboutHole::Undecided); // until the page is read
         }
         let intent_log = self.state.intent_log();
@@ -245,7 +245,9 @@ impl Executor {
         let intent_log = self.state.intent_log_mut();
         let regions = intent_log.regions().touched(range);
         intent_log.unsum(regions);
-        self.sum_soon();
+        if self.block_sums.is_kept() {
+            self.background_sums.sum_soon();
+        }
         debug_assert!(self.region_sets.is_idle(), "the ring writes a page");
         self.write_all_pages().map_err(|error| ReplicaError::system("write a set of regions", error))
     }

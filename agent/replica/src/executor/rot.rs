@@ -2,8 +2,6 @@
 //!
 //! [`KnownRot`]: shorthorn_replica_core::KnownRot
 
-use std::time::Instant;
-
 use shorthorn_ring::Ring;
 use shorthorn_store::SUM_PAGE_SPAN_BYTES;
 use shorthorn_types::{ByteRange, Errno};
@@ -11,14 +9,13 @@ use shorthorn_types::{ByteRange, Errno};
 use super::Executor;
 use super::block_sums::{Modification, touches_summed};
 use super::operation::OperationResult;
-use crate::limits::SUM_LOOK_INTERVAL;
 
 impl Executor {
     /// Prepares the modification of `range` by the request in the slot. Reads of `range` are not compared any
     /// more, and it has to be summed again.
     pub(super) fn sums_follow(&mut self, slot: u16, range: ByteRange) {
         if self.block_sums.is_kept() {
-            self.sum_schedule.wake_at(|| Instant::now() + SUM_LOOK_INTERVAL);
+            self.background_sums.follow();
         }
         self.block_sums.follow(Modification::new(slot, &self.io), range);
         self.io.requests_mut().end_checks_of_reads(range);
@@ -72,7 +69,7 @@ impl Executor {
             if number < self.work(slot).kept_before || self.block_sums.may_modify(number) {
                 continue;
             }
-            if self.sum_page(number, ring).is_none() {
+            if self.block_sums.load_page(number, ring).is_none() {
                 self.block_sums.modify_later(slot);
                 return Ok(false);
             }
@@ -145,7 +142,7 @@ mod tests {
         sum_first_region(&mut executor);
         let (mut ring, mut completions) = (Ring::new(16).unwrap(), Vec::new());
         let block = ByteRange::new(0, 4096).unwrap();
-        assert_eq!(executor.sum_page(0, &mut ring), None);
+        assert_eq!(executor.block_sums.load_page(0, &mut ring), None);
         for (errno, is_summed) in [(libc::EINTR, true), (libc::EAGAIN, true), (libc::EIO, false)] {
             ring.wait(None, &mut completions).unwrap();
             let mut completion = completions.remove(0);

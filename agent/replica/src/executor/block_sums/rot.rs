@@ -8,6 +8,7 @@ use shorthorn_regions::WriteIntentLog;
 use shorthorn_replica_core::{AboutHole, After};
 use shorthorn_store::SUM_PAGE_SPAN_BYTES;
 use shorthorn_types::ByteRange;
+use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_wire::{Header, Opcode};
 
 use super::{BlockSums, is_rot_of_head, is_summed, touches_summed};
@@ -46,6 +47,12 @@ impl BlockSums {
     /// Returns the known blocks among these, in order.
     pub fn known_in(&self, blocks: Range<u64>) -> impl Iterator<Item = u64> + '_ {
         self.known.blocks_in(blocks)
+    }
+
+    /// Returns true if any block of `range` is known.
+    pub fn knows_any_in(&self, range: ByteRange) -> bool {
+        let blocks = range.offset() / BLOCK_BYTES..range.end().div_ceil(BLOCK_BYTES);
+        self.known_in(blocks).next().is_some()
     }
 
     /// Forgets these blocks, also if they are lost.

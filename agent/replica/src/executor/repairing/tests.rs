@@ -105,9 +105,9 @@ fn shown(executor: &mut Executor) -> u32 {
 fn sum_region(executor: &mut Executor, sum: u32, ring: &mut Ring) {
     let block = ByteRange::new(BLOCK * BLOCK_BYTES, BLOCK_BYTES).unwrap();
     executor.block_sums.begin(executor.store.open_block_sums().unwrap());
-    assert_eq!(executor.sum_page(0, ring), None);
+    assert_eq!(executor.block_sums.load_page(0, ring), None);
     end_reads(executor, ring);
-    let at = executor.sum_page(0, ring).unwrap();
+    let at = executor.block_sums.load_page(0, ring).unwrap();
     executor.block_sums.pages().sums_mut(at).set(number_in_page(block), sum);
     assert!(executor.block_sums.write_page(at, 0, ring));
     end_reads(executor, ring);
@@ -123,7 +123,7 @@ fn sum_region(executor: &mut Executor, sum: u32, ring: &mut Ring) {
 /// Other pages take the place of the first one in memory.
 fn forget_first_page(executor: &mut Executor, ring: &mut Ring) {
     for page in 100..130 {
-        executor.sum_page(page, ring);
+        executor.block_sums.load_page(page, ring);
         end_reads(executor, ring);
     }
     assert!(executor.block_sums.pages().peek(0).is_none());
@@ -436,10 +436,10 @@ fn a_repair_covers_all_pages_of_the_regions_that_it_touches() {
 /// Executes the run of sums that is due now.
 fn sum_now(executor: &mut Executor, ring: &mut Ring) {
     let mut completions = Vec::new();
-    executor.sum_schedule.wait_until(Instant::now());
+    executor.background_sums.schedule().wait_until(Instant::now());
     executor.sum(ring);
-    assert!(executor.is_summing());
-    while executor.is_summing() {
+    assert!(executor.background_sums.is_running());
+    while executor.background_sums.is_running() {
         ring.wait(Some(Duration::from_secs(5)), &mut completions).unwrap();
         assert!(!completions.is_empty(), "the sums wait, and nothing happens");
         for completion in completions.drain(..) {
@@ -458,7 +458,7 @@ fn the_blocks_of_a_repaired_region_need_no_memory_once_it_is_read_back() {
     executor.store.write_at(&[1; 4096], BLOCK * BLOCK_BYTES, true).unwrap();
     let (mut ring, right) = (Ring::new(16).unwrap(), sum_of_data(&[7; 4096]));
     sum_region(&mut executor, right, &mut ring);
-    let at = executor.sum_page(0, &mut ring).unwrap();
+    let at = executor.block_sums.load_page(0, &mut ring).unwrap();
     let beside = ByteRange::new((BLOCK + 2) * BLOCK_BYTES, BLOCK_BYTES).unwrap();
     executor.block_sums.pages().sums_mut(at).set(number_in_page(beside), 99);
     let known = executor.block_sums.known();
