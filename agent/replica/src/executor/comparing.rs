@@ -11,7 +11,6 @@ use shorthorn_wire::{Header, Opcode};
 
 use super::Executor;
 use super::block::block_ranges;
-use super::block_sums::is_summed;
 use super::requests::{Work, layer_of};
 
 impl Executor {
@@ -102,11 +101,6 @@ impl Executor {
             block_sums.confirms(block, || io.sum_of(slot, block), intent_log)
                 && layer.is_none_or(|layer| is_in(layer, block))
         })
-    }
-
-    /// Returns true if the sum of the block counts.
-    pub(super) fn is_summed(&self, block: ByteRange) -> bool {
-        is_summed(block, self.state.intent_log())
     }
 
     /// Continues comparisons after a page was loaded or a place has become free. Complete ones come first,

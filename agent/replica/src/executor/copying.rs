@@ -10,11 +10,6 @@ use crate::error::ReplicaError;
 use crate::state::holds_data;
 
 impl Executor {
-    /// Returns true if the replica is marked as lacking data.
-    pub fn is_rebuilding(&self) -> bool {
-        self.store.info().rebuilding
-    }
-
     /// Returns an error unless the replica may be made a copy of another one now: see
     /// [`ReplicaState::check_may_discard`](shorthorn_replica_core::ReplicaState::check_may_discard).
     ///
@@ -22,7 +17,8 @@ impl Executor {
     /// It may not.
     pub fn check_may_become_copy(&self) -> Result<(), ReplicaError> {
         let (holds_data, is_busy) = (holds_data(&self.store)?, self.io.is_busy());
-        Ok(self.state.check_may_discard(self.is_rebuilding(), holds_data, is_busy)?)
+        let is_rebuilding = self.store.info().rebuilding;
+        Ok(self.state.replica().check_may_discard(is_rebuilding, holds_data, is_busy)?)
     }
 
     /// Returns the regions in which any layer has data, or may have lost it. A copy finds a vanished block
@@ -37,21 +33,6 @@ impl Executor {
             }
         }
         self.store.chain().allocated(regions, from, &others)
-    }
-
-    /// Returns the layers: see [`Chain::copy_layers`](shorthorn_store::Chain::copy_layers).
-    pub fn copy_layers(&self) -> Result<Vec<CopyLayer>, StoreError> {
-        self.store.chain().copy_layers()
-    }
-
-    /// Returns the extents of a layer: see [`Chain::layer_extents`](shorthorn_store::Chain::layer_extents).
-    pub fn layer_extents(
-        &self,
-        layer: usize,
-        from_bytes: u64,
-        extents_max: usize,
-    ) -> Result<(Vec<ByteRange>, Option<u64>), StoreError> {
-        self.store.chain().layer_extents(layer, from_bytes, extents_max)
     }
 
     /// Becomes a copy of a replica with these layers: see

@@ -7,6 +7,7 @@ use shorthorn_types::Regions;
 use shorthorn_types::limits::MAX_VOLUME_BYTES;
 
 use super::Executor;
+use super::durable_state::DurableState;
 use crate::error::ReplicaError;
 
 /// The sets of the volume at its future size, whose files exist under other names.
@@ -17,6 +18,33 @@ struct Grown {
 }
 
 impl Grown {
+    /// Writes the files that the sets need once the volume has grown.
+    fn stage(regions: Regions, state: &DurableState, store: &Store) -> Result<Grown, StoreError> {
+        let sets = state.intent_log().grown(regions);
+        let grown = Grown { files: sets.files().collect(), sets };
+        let staged = grown.files.iter().try_for_each(|(key, bytes)| store.region_files().stage(*key, bytes));
+        match staged {
+            Ok(()) => Ok(grown),
+            Err(error) => {
+                grown.discard(store);
+                Err(error)
+            }
+        }
+    }
+
+    /// Replaces the files of the sets after the volume has grown.
+    fn adopt(self, state: &mut DurableState, store: &Store) -> Result<(), StoreError> {
+        for (key, bytes) in &self.files {
+            // A repair of the directory may have deleted the file.
+            let adopted = store.region_files().adopt(*key);
+            let file = adopted.or_else(|_| store.region_files().make(*key, bytes))?;
+            state.sets_mut().put_file(*key, file);
+        }
+        state.intent_log_mut().grow(self.sets);
+        state.sets_mut().grown();
+        Ok(())
+    }
+
     /// Discards the grown sets, because the volume does not grow.
     fn discard(self, store: &Store) {
         for (key, _) in &self.files {
@@ -41,7 +69,7 @@ impl Executor {
             return Err(ReplicaError::TooLarge(size_bytes));
         }
         self.background_sums.expand(self.state.intent_log_mut());
-        let grown = self.stage_grown(Regions::of(size_bytes))?;
+        let grown = Grown::stage(Regions::of(size_bytes), &self.state, &self.store)?;
         let expanded = self.store.expand(size_bytes);
         self.look_at_store();
         if let Err(error) = expanded {
@@ -51,41 +79,13 @@ impl Executor {
             }
             return Err(error.into());
         }
-        if let Err(error) = self.adopt_grown(grown) {
+        if let Err(error) = grown.adopt(&mut self.state, &self.store) {
             self.fail(&format!("the sets of regions could not follow an expansion: {error}"));
             return Err(error.into());
         }
         self.io.requests_mut().forget_kept_rot();
         // No other event wakes requests that wait for pages of the former files.
         self.resume_waiting(ring);
-        Ok(())
-    }
-
-    /// Writes the files that the sets need once the volume has grown.
-    fn stage_grown(&self, regions: Regions) -> Result<Grown, StoreError> {
-        let sets = self.state.intent_log().grown(regions);
-        let grown = Grown { files: sets.files().collect(), sets };
-        let staged =
-            grown.files.iter().try_for_each(|(key, bytes)| self.store.region_files().stage(*key, bytes));
-        match staged {
-            Ok(()) => Ok(grown),
-            Err(error) => {
-                grown.discard(&self.store);
-                Err(error)
-            }
-        }
-    }
-
-    /// Replaces the files of the sets after the volume has grown.
-    fn adopt_grown(&mut self, grown: Grown) -> Result<(), StoreError> {
-        for (key, bytes) in &grown.files {
-            // A repair of the directory may have deleted the file.
-            let adopted = self.store.region_files().adopt(*key);
-            let file = adopted.or_else(|_| self.store.region_files().make(*key, bytes))?;
-            self.region_sets.put_file(*key, file);
-        }
-        self.state.intent_log_mut().grow(grown.sets);
-        self.region_sets.grown();
         Ok(())
     }
 }

@@ -13,6 +13,7 @@ mod cached_layer_sums;
 mod comparing;
 mod copying;
 mod data;
+mod durable_state;
 mod expansion;
 mod flush;
 mod free_space;
@@ -43,7 +44,7 @@ mod zeroing;
 use std::io;
 use std::time::Instant;
 
-use shorthorn_replica_core::{FAILURES_FORGIVEN_AFTER, ReplicaFailure, ReplicaState, is_final};
+use shorthorn_replica_core::{ReplicaState, is_final};
 use shorthorn_ring::{Completion, IoBuf, Ring, Token};
 use shorthorn_store::{Store, StoreError};
 use shorthorn_types::{ByteRange, Errno, Generation};
@@ -52,6 +53,7 @@ use shorthorn_wire::{Header, Opcode};
 use self::background_sums::BackgroundSums;
 use self::block_sums::BlockSums;
 use self::cached_layer_sums::CachedLayerSums;
+use self::durable_state::DurableState;
 use self::flush::Flushes;
 use self::free_space::FreeSpace;
 pub(crate) use self::load::Loaded;
@@ -59,7 +61,6 @@ use self::operation::kind;
 pub(crate) use self::operation::{OperationResult, SOURCE_DISK};
 use self::piece::Piece;
 use self::read_planner::ReadPlanner;
-use self::region_sets::RegionSets;
 use self::request_io::RequestIo;
 pub(crate) use self::requests::reads_data;
 use self::requests::{SUM_SLOT, Work};
@@ -78,10 +79,7 @@ use crate::state::Owner;
 #[derive(Debug)]
 pub(crate) struct Executor {
     store: Store,
-    owner: Owner,
-    state: ReplicaState,
-    /// The time at which the process has begun to serve.
-    since: Instant,
+    state: DurableState,
 
     io: RequestIo,
     finished: Vec<(u16, OperationResult)>,
@@ -91,7 +89,6 @@ pub(crate) struct Executor {
     zero_jobs: ZeroJobs,
     free_space: FreeSpace,
 
-    region_sets: RegionSets,
     layer_sums: CachedLayerSums,
     block_sums: BlockSums,
     background_sums: BackgroundSums,
@@ -106,16 +103,13 @@ impl Executor {
         let Loaded { state, region_sets, block_sums, background_sums } = loaded;
         Ok(Executor {
             store,
-            owner,
-            state,
-            since: Instant::now(),
+            state: DurableState::new(owner, state, region_sets),
             io: RequestIo::new()?,
             finished: Vec::with_capacity(SLOTS),
             read_planner: ReadPlanner::new(),
             flushes: Flushes::new(SLOTS),
             zero_jobs: ZeroJobs::new(),
             free_space: FreeSpace::default(),
-            region_sets,
             layer_sums: CachedLayerSums::default(),
             block_sums,
             background_sums,
@@ -244,22 +238,12 @@ impl Executor {
 
     /// Returns true if no operation is in flight in the kernel.
     pub fn is_idle(&self) -> bool {
-        self.io.is_idle() && self.block_sums.is_idle() && self.region_sets.is_idle()
-    }
-
-    /// Returns the failure after which nothing is served, if any.
-    pub fn failure(&self) -> Option<&ReplicaFailure> {
-        self.state.failure()
+        self.io.is_idle() && self.block_sums.is_idle() && self.state.is_idle()
     }
 
     /// Handles the request of an engine to a failed replica: see [`ReplicaState::asked_by`].
     pub fn asked_by(&mut self, generation: Generation) -> bool {
         self.state.asked_by(generation)
-    }
-
-    /// Returns true if the process has served for so long that earlier failures do not count any more.
-    pub fn has_served_long(&self) -> bool {
-        self.since.elapsed() >= FAILURES_FORGIVEN_AFTER
     }
 
     /// Repeats writing the record of a failure that could not be stored: see [`ReplicaState::retry_record`].
@@ -268,9 +252,9 @@ impl Executor {
         self.change(|state, disk| state.retry_record(disk))
     }
 
-    /// Returns the size of the volume.
-    pub fn size_bytes(&self) -> u64 {
-        self.store.size_bytes()
+    /// Returns the directory.
+    pub fn store(&self) -> &Store {
+        &self.store
     }
 
     /// Makes everything durable and leaves the directory clean; after a failure the directory is left alone.
@@ -283,7 +267,10 @@ impl Executor {
             self.retry_record_of_failure();
             return Ok(());
         }
-        self.close_marks();
+        // Without it regions are copied that need not be.
+        if let Err(error) = self.state.write_all_pages() {
+            tracing::warn!(%error, "cannot write the cleared regions");
+        }
         self.store.close()
     }
 
@@ -330,23 +317,19 @@ impl Executor {
     }
 
     /// Returns the state that the replica keeps beside the data.
-    pub fn state(&self) -> &ReplicaState {
+    pub fn state(&self) -> &DurableState {
         &self.state
     }
 
     /// Changes the state that the replica keeps beside the data. Waits for the disk, so it is for rare
-    /// changes only.
+    /// changes only. After a failure, requests that wait are answered with an error.
     ///
     /// # Errors
     /// The errors of the change.
     pub fn change<T>(&mut self, change: impl FnOnce(&mut ReplicaState, &mut ReplicaFiles<'_>) -> T) -> T {
         let was_serving = self.state.failure().is_none();
-        self.state.served_for(self.since.elapsed());
-        let Executor { store, owner, region_sets, .. } = self;
-        let mut files = ReplicaFiles { store, sets: region_sets.files_mut(), owner };
-        let changed = change(&mut self.state, &mut files);
-        if let Some(failure) = self.state.failure().filter(|_| was_serving) {
-            tracing::error!("the replica no longer serves: {}", failure.outlook());
+        let changed = self.state.change(&mut self.store, change);
+        if was_serving && self.state.failure().is_some() {
             self.give_up_waiting(Errno::IO);
         }
         changed

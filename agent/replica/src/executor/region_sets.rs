@@ -40,7 +40,7 @@ impl RegionSets {
     }
 
     /// Returns the files, to be changed by durable steps.
-    pub fn files_mut(&mut self) -> &mut SetFiles {
+    pub(super) fn files_mut(&mut self) -> &mut SetFiles {
         &mut self.files
     }
 

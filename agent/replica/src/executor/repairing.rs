@@ -16,6 +16,7 @@ use shorthorn_wire::LayerPatch;
 
 use super::Executor;
 use super::block::{block_ranges, length_of, number_of};
+use super::block_sums::is_summed;
 use super::cached_layer_sums::no_layer;
 use super::requests::is_planned;
 use crate::error::ReplicaError;
@@ -49,7 +50,7 @@ impl Executor {
     fn patch_layer(&mut self, patch: &LayerPatch, data: &[u8], ring: &mut Ring) -> Result<(), ReplicaError> {
         let LayerPatch { image, offset_bytes, length_bytes, runs } = patch;
         let range = ByteRange::new(*offset_bytes, u64::from(*length_bytes)).map_err(StoreError::from)?;
-        if !self.region_sets.is_idle() {
+        if !self.state.is_idle() {
             // A page that the ring still writes could overtake those that this repair writes.
             return Err(ReplicaError::SetBeingWritten(range));
         }
@@ -95,7 +96,7 @@ impl Executor {
         mut data: &[u8],
     ) -> Result<bool, ReplicaError> {
         // Regions that were summed lately may not count on the disk yet.
-        if self.write_all_pages().is_err() {
+        if self.state.write_all_pages().is_err() {
             return Ok(false);
         }
         let file = self.store.snapshot_layers().find(image).ok_or_else(|| no_layer(image))?;
@@ -207,7 +208,10 @@ impl Executor {
     ) -> Result<AboutHole, ReplicaError> {
         let (number, page) = (number_of(block), block.offset() / SUM_PAGE_SPAN_BYTES);
         let is_known = self.block_sums.knows(number);
-        if !is_known && self.is_summed(block) && self.block_sums.load_page(page, ring).is_none() {
+        if !is_known
+            && is_summed(block, self.state.intent_log())
+            && self.block_sums.load_page(page, ring).is_none()
+        {
             return Ok(AboutHole::Undecided); // until the page is read
         }
         let intent_log = self.state.intent_log();
@@ -248,8 +252,7 @@ impl Executor {
         if self.block_sums.is_kept() {
             self.background_sums.sum_soon();
         }
-        debug_assert!(self.region_sets.is_idle(), "the ring writes a page");
-        self.write_all_pages().map_err(|error| ReplicaError::system("write a set of regions", error))
+        self.state.write_all_pages().map_err(|error| ReplicaError::system("write a set of regions", error))
     }
 }
 

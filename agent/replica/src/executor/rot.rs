@@ -30,16 +30,10 @@ impl Executor {
 
     /// The request in the slot has ended.
     pub(super) fn sums_followed(&mut self, slot: u16, outcome: OperationResult) {
-        if outcome.is_err() && self.is_only_member() {
+        if outcome.is_err() && self.state.is_only_member() {
             self.block_sums.failed_alone(slot);
         }
         self.block_sums.ended(slot, outcome.is_ok());
-    }
-
-    /// Returns true if no view that may count has another member.
-    fn is_only_member(&self) -> bool {
-        let me = self.state.me();
-        self.state.views().report().views().all(|view| view.members.without(me).is_empty())
     }
 
     /// Returns true if the request in the slot repairs all that it writes: see [`BlockSums::repairs_rot`].
@@ -102,6 +96,7 @@ mod tests {
 
     use super::*;
     use crate::executor::Loaded;
+    use crate::executor::block_sums::is_summed;
     use crate::executor::tests::new_store;
 
     fn sum_first_region(executor: &mut Executor) {
@@ -143,12 +138,16 @@ mod tests {
         let (mut ring, mut completions) = (Ring::new(16).unwrap(), Vec::new());
         let block = ByteRange::new(0, 4096).unwrap();
         assert_eq!(executor.block_sums.load_page(0, &mut ring), None);
-        for (errno, is_summed) in [(libc::EINTR, true), (libc::EAGAIN, true), (libc::EIO, false)] {
+        for (errno, counts) in [(libc::EINTR, true), (libc::EAGAIN, true), (libc::EIO, false)] {
             ring.wait(None, &mut completions).unwrap();
             let mut completion = completions.remove(0);
             completion.result = -errno;
             executor.on_completion(completion, &mut ring);
-            assert_eq!((executor.is_summed(block), executor.is_idle()), (is_summed, !is_summed), "{errno}");
+            assert_eq!(
+                (is_summed(block, executor.state.intent_log()), executor.is_idle()),
+                (counts, !counts),
+                "{errno}"
+            );
         }
     }
 }

@@ -253,7 +253,7 @@ mod tests {
             }
         };
         assert_eq!(execute(&mut executor, header, full), Err(Errno::NO_SPACE));
-        assert_eq!(executor.failure(), None);
+        assert_eq!(executor.state().failure(), None);
         assert_eq!(execute(&mut executor, header, |_, _| {}), Ok(()), "with space again it is done");
         drop(executor);
         let mut store = Store::open(&path, OpenOptions::default()).unwrap();

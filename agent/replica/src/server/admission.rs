@@ -75,7 +75,8 @@ impl Server {
 
     /// Returns the reason why no engine is admitted any more, if any.
     fn failed(&self) -> Option<String> {
-        self.executor.failure().map(|failure| format!("the replica has failed: {}", failure.outlook()))
+        let failure = self.executor.state().failure()?;
+        Some(format!("the replica has failed: {}", failure.outlook()))
     }
 
     fn fenced(&self, queue_id: QueueId) -> Refused {
@@ -101,10 +102,10 @@ impl Server {
         let Candidate { socket, hello, session, peer } = candidate;
         let welcome = Welcome {
             run: self.run,
-            size_bytes: self.executor.size_bytes(),
+            size_bytes: self.executor.store().size_bytes(),
             report: self.executor.state().views().report().clone(),
             lost_cache: self.executor.state().intent_log().has_lost_cache(),
-            rebuilding: self.executor.is_rebuilding(),
+            rebuilding: self.executor.store().info().rebuilding,
             tracks: self.executor.state().intent_log().tracks(),
             stamp: self.executor.state().intent_log().stamp(),
         };

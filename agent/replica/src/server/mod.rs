@@ -125,7 +125,7 @@ impl Server {
 
     /// Returns the failure by which the process ends now. The directory is left alone.
     fn ends_by(&self) -> Option<ReplicaError> {
-        let failure = self.executor.failure().filter(|_| !self.stopping && self.is_quiet())?;
+        let failure = self.executor.state().failure().filter(|_| !self.stopping && self.is_quiet())?;
         let ReplicaFailure { message, in_a_row, .. } = failure;
         let ends = self.failure.ends_by(failure);
         ends.then(|| ReplicaError::Failed { message: message.clone(), in_a_row: *in_a_row })
@@ -196,7 +196,7 @@ impl Server {
             self.welcome_ready();
         }
         self.connections.flush(&mut self.ring);
-        if self.executor.failure().is_some() && !self.failure.has_failed() {
+        if self.executor.state().failure().is_some() && !self.failure.has_failed() {
             self.failure.failed(Instant::now());
             self.publish_failure();
         }
@@ -247,7 +247,7 @@ impl Server {
 
     /// Records a failure that could not be recorded, and reports when earlier ones do not count any more.
     fn look_at_failure(&mut self) {
-        if self.executor.has_served_long() && self.failure.forgive() {
+        if self.executor.state().has_served_long() && self.failure.forgive() {
             self.status.forgiven();
         }
         // Only without a connected engine: the disk may hang, and engines need their answers.
@@ -259,7 +259,7 @@ impl Server {
     }
 
     fn publish_failure(&mut self) {
-        if let Some(failure) = self.executor.failure() {
+        if let Some(failure) = self.executor.state().failure() {
             self.status.failure(failure);
         }
     }

@@ -115,7 +115,7 @@ impl Server {
     }
 
     fn take_text(&mut self, index: u16, slot: u16, header: &Header) {
-        if self.executor.failure().is_some() {
+        if self.executor.state().failure().is_some() {
             return self.respond(slot, Err(Errno::IO));
         }
         match header.opcode {

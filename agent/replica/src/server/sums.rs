@@ -17,7 +17,7 @@ impl Server {
 
     /// Answers a check, whose piece of a layer was read, or could not be.
     pub(super) fn respond_check(&mut self, slot: u16, header: &Header, outcome: OperationResult) {
-        if self.executor.failure().is_some() {
+        if self.executor.state().failure().is_some() {
             return self.respond_plainly(slot, header, Err(Errno::IO));
         }
         match self.executor.layer_check(slot, outcome) {

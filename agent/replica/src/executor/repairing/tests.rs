@@ -117,7 +117,7 @@ fn sum_region(executor: &mut Executor, sum: u32, ring: &mut Ring) {
     intent_log.want_sums(region.clone());
     assert!(intent_log.begin_sums(region));
     intent_log.end_sums(true);
-    assert!(executor.is_summed(block));
+    assert!(is_summed(block, executor.state.intent_log()));
 }
 
 /// Other pages take the place of the first one in memory.
@@ -332,7 +332,7 @@ fn a_repair_is_tried_again_after_the_write_of_a_set() {
     let mut ring = Ring::new(16).unwrap();
     begin_write(&mut executor, 0, SIZE / BLOCK_BYTES - 1, 4096, &mut ring);
     executor.write_pages(&mut ring);
-    assert!(!executor.region_sets.is_idle());
+    assert!(!executor.state.is_idle());
     let refused = executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap_err();
     assert_eq!(refused.errno(), Errno::AGAIN, "{refused}");
     assert_eq!(shown(&mut executor), sum_of_data(&[1; 4096]));
@@ -404,7 +404,7 @@ fn a_block_that_has_vanished_stays_known_as_rot_if_its_repair_fails() {
 /// A repair that fails, or a crash in it, may leave half of the block written.
 #[test]
 fn the_sum_of_a_block_counts_until_its_repair_is_durable() {
-    for (byte, is_summed) in [(7, true), (8, false)] {
+    for (byte, counts) in [(7, true), (8, false)] {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join("replica");
         let (mut executor, patch) = with_rot_below(&path);
@@ -414,12 +414,12 @@ fn the_sum_of_a_block_counts_until_its_repair_is_durable() {
         let (layer, elsewhere) = (path.join(&patch.image), temp.path().join("layer"));
         std::fs::rename(&layer, &elsewhere).unwrap();
         executor.repair_layer(&patch, &[byte; 4096], &mut ring).unwrap_err();
-        assert_eq!(executor.is_summed(block), is_summed, "{byte}");
+        assert_eq!(is_summed(block, executor.state.intent_log()), counts, "{byte}");
         std::fs::rename(&elsewhere, &layer).unwrap();
         executor.repair_layer(&patch, &[byte; 4096], &mut ring).unwrap();
         assert_eq!(shown(&mut executor), sum_of_data(&[byte; 4096]));
         assert!(
-            !executor.is_summed(block),
+            !is_summed(block, executor.state.intent_log()),
             "the region is summed again, which frees the places of its blocks"
         );
     }
@@ -470,12 +470,12 @@ fn the_blocks_of_a_repaired_region_need_no_memory_once_it_is_read_back() {
     end_requests(&mut executor, 1, &mut ring, |_, _, _| {});
     executor.free(0);
     let block = ByteRange::new(BLOCK * BLOCK_BYTES, BLOCK_BYTES).unwrap();
-    assert!(executor.is_summed(block) && executor.block_sums.knows(BLOCK));
+    assert!(is_summed(block, executor.state.intent_log()) && executor.block_sums.knows(BLOCK));
     let (of, action) = (RegionsOf::Intent, MarkAction::Clear);
     let mark = MarkRegions { of, action, runs: vec![(0, 1)], stamp: 0, size_bytes: 0 };
     executor.state.intent_log_mut().mark(&mark).unwrap();
     sum_now(&mut executor, &mut ring);
-    assert!(executor.is_summed(block) && executor.block_sums.known().is_empty());
+    assert!(is_summed(block, executor.state.intent_log()) && executor.block_sums.known().is_empty());
     let intent_log = executor.state.intent_log();
     let sums = [block, beside].map(|block| executor.block_sums.kept_sum(block, intent_log));
     assert_eq!(sums, [Some(right), Some(99)]);
