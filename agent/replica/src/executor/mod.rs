@@ -19,6 +19,7 @@ mod flush;
 mod free_space;
 mod in_flight;
 mod layer_check;
+mod layer_repair;
 mod layers;
 mod load;
 mod lost;

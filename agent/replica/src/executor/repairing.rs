@@ -5,30 +5,18 @@
 //! its data in place of these zeroes. If a sum says that zeroes are right, they are written to the head
 //! before the repair. If no sum decides, the repair is refused until other members have decided.
 
-use std::ops::Range;
-
 use shorthorn_replica_core::AboutHole;
 use shorthorn_ring::Ring;
-use shorthorn_store::{ByteRange, SUM_PAGE_SPAN_BYTES, StoreError, sum_of_data};
-use shorthorn_types::Regions;
-use shorthorn_types::limits::BLOCK_BYTES;
+use shorthorn_store::{ByteRange, SUM_PAGE_SPAN_BYTES, StoreError};
 use shorthorn_wire::LayerPatch;
 
 use super::Executor;
-use super::block::{block_ranges, length_of, number_of};
+use super::block::number_of;
 use super::block_sums::is_summed;
-use super::cached_layer_sums::no_layer;
+use super::layer_repair::{LayerRepair, Returning};
 use super::requests::is_planned;
 use crate::error::ReplicaError;
 use crate::limits::BLOCK_BYTES_USIZE;
-
-/// A block that a repair brings back to its layer.
-#[derive(Clone, Copy, Debug)]
-struct Returning {
-    block: ByteRange,
-    /// The sum of its data.
-    sum: u32,
-}
 
 impl Executor {
     /// Repairs a piece of a snapshot's layer. Waits for the disk.
@@ -48,35 +36,30 @@ impl Executor {
     }
 
     fn patch_layer(&mut self, patch: &LayerPatch, data: &[u8], ring: &mut Ring) -> Result<(), ReplicaError> {
-        let LayerPatch { image, offset_bytes, length_bytes, runs } = patch;
-        let range = ByteRange::new(*offset_bytes, u64::from(*length_bytes)).map_err(StoreError::from)?;
+        let repair = LayerRepair::new(patch, data)?;
+        let (image, range) = (repair.image(), repair.range());
         if !self.state.is_idle() {
             // A page that the ring still writes could overtake those that this repair writes.
             return Err(ReplicaError::SetBeingWritten(range));
         }
-        let run = |(first, count): &(u32, u32)| {
-            let start = offset_bytes + u64::from(*first) * BLOCK_BYTES;
-            ByteRange::new(start, u64::from(*count) * BLOCK_BYTES).map_err(StoreError::from)
-        };
-        let runs = runs.iter().map(run).collect::<Result<Vec<_>, _>>()?;
-        let pages = pages_of_regions(self.state.intent_log().regions(), range);
-        if pages.into_iter().any(|page| !self.block_sums.may_modify(page)) {
+        let mut pages = repair.pages(self.state.intent_log().regions());
+        if pages.any(|page| !self.block_sums.may_modify(page)) {
             return Err(ReplicaError::TooMuchRot(range));
         }
-        self.store.check_repair(image, range, &runs)?;
-        self.keep_zeroes(image, range, &runs, data, ring)?;
+        repair.check(&mut self.store)?;
+        self.keep_zeroes(&repair, ring)?;
         // Blocks that the repair removes from the layer read as zeroes, also if it fails after that.
         self.io.requests_mut().void_plans();
         self.zero_jobs.void_reads();
-        let repaired = if self.sums_prove(image, range, &runs, data)? {
+        let repaired = if self.sums_prove(&repair)? {
             // A crash or a failure may leave a block half written: its sum has to reveal that.
-            self.store.repair_layer(image, range, &runs, data).map_err(ReplicaError::from).inspect(|()| {
+            repair.perform(&mut self.store).map_err(ReplicaError::from).inspect(|()| {
                 // They are right for the repaired data: it does not matter if they still count on the disk.
                 let _ = self.end_sums_in(range);
             })
         } else {
             // The data that a reader sees there may have been summed with the rot in it.
-            self.end_sums_in(range).and_then(|()| Ok(self.store.repair_layer(image, range, &runs, data)?))
+            self.end_sums_in(range).and_then(|()| Ok(repair.perform(&mut self.store)?))
         };
         self.read_again(ring);
         // The store has removed those of the layers above if a block has come back.
@@ -88,37 +71,18 @@ impl Executor {
 
     /// Returns true if each block that a reader sees, and that the repair may change, has a sum of the new
     /// data. These sums count also after a crash.
-    fn sums_prove(
-        &mut self,
-        image: &str,
-        range: ByteRange,
-        runs: &[ByteRange],
-        mut data: &[u8],
-    ) -> Result<bool, ReplicaError> {
+    fn sums_prove(&mut self, repair: &LayerRepair<'_>) -> Result<bool, ReplicaError> {
         // Regions that were summed lately may not count on the disk yet.
         if self.state.write_all_pages().is_err() {
             return Ok(false);
         }
-        let file = self.store.snapshot_layers().find(image).ok_or_else(|| no_layer(image))?;
-        let present = self.store.chain().layer_blocks(file, range)?;
-        let is_in = |runs: &[ByteRange], block| runs.iter().any(|run| run.overlaps(block));
-        for block in block_ranges(range) {
-            let sum = match is_in(runs, block) {
-                true => {
-                    let Some((content, rest)) = data.split_at_checked(length_of(block)) else { break };
-                    data = rest;
-                    Some(sum_of_data(content))
-                }
-                false if is_in(&present, block) => None,
-                false => continue, // it stays a hole
-            };
-            let intent_log = self.state.intent_log();
-            let is_proven = sum.is_some_and(|sum| self.block_sums.counts_on_disk(block, sum, intent_log));
-            if !is_proven && self.read_planner.is_seen_in(file, block, &mut self.store) {
-                return Ok(false);
-            }
-        }
-        Ok(true)
+        let (file, changes) = repair.changes(&self.store)?;
+        let Executor { block_sums, state, read_planner, store, .. } = self;
+        let intent_log = state.intent_log();
+        Ok(changes.into_iter().all(|(block, sum)| {
+            sum.is_some_and(|sum| block_sums.counts_on_disk(block, sum, intent_log))
+                || !read_planner.is_seen_in(file, block, store)
+        }))
     }
 
     /// Repeats the reads that wait for pages of sums to be compared: the sums that would have shown rot in
@@ -139,15 +103,8 @@ impl Executor {
     ///
     /// # Errors
     /// A request is modifying such a block, or no sum says which data a reader has to see.
-    fn keep_zeroes(
-        &mut self,
-        image: &str,
-        range: ByteRange,
-        runs: &[ByteRange],
-        data: &[u8],
-        ring: &mut Ring,
-    ) -> Result<(), ReplicaError> {
-        let returning = self.returning(image, range, runs, data)?;
+    fn keep_zeroes(&mut self, repair: &LayerRepair<'_>, ring: &mut Ring) -> Result<(), ReplicaError> {
+        let returning = repair.returning(self.block_sums.zero_sum(), &self.store)?;
         if returning.is_empty() {
             return Ok(());
         }
@@ -172,32 +129,10 @@ impl Executor {
             return Err(ReplicaError::UndecidedHole(block));
         }
         if !kept.is_empty() {
-            let blocks = kept.len();
+            let (image, range, blocks) = (repair.image(), repair.range(), kept.len());
             tracing::warn!(image, %range, blocks, "blocks that the disk had lost stay zeroes for readers");
         }
         self.write_zeroes_durably(&kept)
-    }
-
-    /// Returns the blocks of `runs` that the layer does not have, and that are not zeroes.
-    fn returning(
-        &self,
-        image: &str,
-        range: ByteRange,
-        runs: &[ByteRange],
-        mut data: &[u8],
-    ) -> Result<Vec<Returning>, ReplicaError> {
-        let file = self.store.snapshot_layers().find(image).ok_or_else(|| no_layer(image))?;
-        let present = self.store.chain().layer_blocks(file, range)?;
-        let mut returning = Vec::new();
-        for block in runs.iter().flat_map(|run| block_ranges(*run)) {
-            let Some((content, rest)) = data.split_at_checked(length_of(block)) else { break };
-            data = rest;
-            let sum = sum_of_data(content);
-            if sum != self.block_sums.zero_sum() && !present.iter().any(|run| run.overlaps(block)) {
-                returning.push(Returning { block, sum });
-            }
-        }
-        Ok(returning)
     }
 
     /// Decides by the sums about a block that is a hole.
@@ -254,13 +189,6 @@ impl Executor {
         }
         self.state.write_all_pages().map_err(|error| ReplicaError::system("write a set of regions", error))
     }
-}
-
-/// Returns the pages of sums that the end of the sums of `range` affects: sums end by region, and a region
-/// may have several pages.
-fn pages_of_regions(regions: Regions, range: ByteRange) -> Range<u64> {
-    let ends = regions.bytes(regions.touched(range));
-    ends.offset() / SUM_PAGE_SPAN_BYTES..ends.end().div_ceil(SUM_PAGE_SPAN_BYTES)
 }
 
 #[cfg(test)]

@@ -5,7 +5,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{FallocateFlags, fallocate};
-use shorthorn_store::{AlignedBuffer, LayerSums, LostBlock, LostBlocks, sum_of_zeroes};
+use shorthorn_store::{AlignedBuffer, LayerSums, LostBlock, LostBlocks, sum_of_data, sum_of_zeroes};
+use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{Errno, MarkAction, MarkRegions, RegionsOf};
 use shorthorn_wire::{Flags, Header, Opcode};
 
@@ -422,14 +423,6 @@ fn the_sum_of_a_block_counts_until_its_repair_is_durable() {
             !is_summed(block, executor.state.intent_log()),
             "the region is summed again, which frees the places of its blocks"
         );
-    }
-}
-
-#[test]
-fn a_repair_covers_all_pages_of_the_regions_that_it_touches() {
-    let block = ByteRange::new(9 << 20, BLOCK_BYTES).unwrap();
-    for (size_bytes, pages) in [(1 << 30, 4..5), (2 << 40, 4..5), (3 << 40, 4..6), (5 << 40, 4..8)] {
-        assert_eq!(pages_of_regions(Regions::of(size_bytes), block), pages, "{size_bytes}");
     }
 }
 
