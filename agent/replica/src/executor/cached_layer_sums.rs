@@ -192,15 +192,16 @@ mod tests {
         let image = store.chain().copy_layers().unwrap()[0].image.to_string();
         let file = store.snapshot_layers().find(&image).unwrap();
         let mut sums = CachedLayerSums::default();
-        let keep = |sums: &mut CachedLayerSums, store: &mut Store, first_piece, values: &[u32], is_last| {
+        let message = |first_piece: u32, values: &[u32], is_last| {
             let (is_first, values) = (first_piece == 0, values.to_vec());
-            sums.keep(&KeepSums { image: image.clone(), is_first, is_last, first_piece, sums: values }, store)
+            KeepSums { image: image.clone(), is_first, is_last, first_piece, sums: values }
         };
-        keep(&mut sums, &mut store, 0, &[EMPTY_SUM, EMPTY_SUM, 5], false).unwrap();
+        sums.keep(&message(0, &[EMPTY_SUM, EMPTY_SUM, 5], false), &mut store).unwrap();
         assert!(sums.load(&image, &store).unwrap().is_none());
         assert_eq!(sums.next_piece(file, 0, &store).unwrap(), Some(SUM_PIECE_BYTES * 2));
-        assert!(keep(&mut sums, &mut store, 9, &[6; 100], true).is_err(), "the layer is not that large");
-        keep(&mut sums, &mut store, 3, &[EMPTY_SUM, 6], true).unwrap();
+        let too_many = sums.keep(&message(9, &[6; 100], true), &mut store);
+        assert!(too_many.is_err(), "the layer is not that large");
+        sums.keep(&message(3, &[EMPTY_SUM, 6], true), &mut store).unwrap();
         let kept = sums.load(&image, &store).unwrap().map(|sums| sums.sums[..5].to_vec());
         assert_eq!(kept, Some(vec![EMPTY_SUM, EMPTY_SUM, 5, EMPTY_SUM, 6]));
         let after = SUM_PIECE_BYTES * 3;

@@ -24,14 +24,14 @@ impl Executor {
     /// Handles the data of the slot: it finishes, after a comparison if that was requested.
     pub(super) fn data_read(&mut self, slot: u16, ring: &mut Ring) {
         if !self.finish_if_compared(slot) {
-            self.load_sums_for(slot, ring);
-            self.block_sums.compare_later(slot);
+            let blocks = self.io.work(slot).blocks;
+            self.block_sums.compare_when_loaded(slot, blocks, self.state.intent_log(), ring);
         }
     }
 
     /// Finishes the request if it is not to be compared, or all its pages of sums are here.
     fn finish_if_compared(&mut self, slot: u16) -> bool {
-        let Work { header, blocks, wants_check, .. } = *self.work(slot);
+        let Work { header, blocks, wants_check, .. } = *self.io.work(slot);
         if wants_check && !self.block_sums.has_pages_for(blocks, self.state.intent_log()) {
             return false;
         }
@@ -53,20 +53,10 @@ impl Executor {
         true
     }
 
-    /// Returns true if each block of the read data in the slot matches a sum that counts.
-    pub fn is_confirmed(&self, slot: u16) -> bool {
-        self.work(slot).is_confirmed
-    }
-
-    fn load_sums_for(&mut self, slot: u16, ring: &mut Ring) {
-        let blocks = self.work(slot).blocks;
-        self.block_sums.load_pages_for(blocks, self.state.intent_log(), ring);
-    }
-
     /// Returns the first block in the slot that differs from its sum, if any. Sums describe the data that a
     /// reader sees: a layer's blocks below others have none.
     fn rotten_block(&mut self, slot: u16) -> Option<ByteRange> {
-        let Work { header, blocks, checked, .. } = *self.work(slot);
+        let Work { header, blocks, checked, .. } = *self.io.work(slot);
         let layer = match header.opcode {
             Opcode::CheckLayer => Some(checked?.file()),
             Opcode::ReadLayer => Some(layer_that_is_read(&header, &self.store)?),
@@ -83,7 +73,7 @@ impl Executor {
     /// Returns true if each block in the slot, none of which is rotten, has a sum that counts. Only answers
     /// that a scrub compares say so.
     fn confirms_all(&mut self, slot: u16) -> bool {
-        let Work { header, blocks, .. } = *self.work(slot);
+        let Work { header, blocks, .. } = *self.io.work(slot);
         let layer = match header.opcode {
             Opcode::Verify => None,
             Opcode::ReadLayer => match layer_that_is_read(&header, &self.store) {
@@ -109,8 +99,8 @@ impl Executor {
         let mut retried = self.block_sums.take_comparisons();
         retried.retain(|slot| !self.finish_if_compared(*slot));
         for slot in retried.drain(..) {
-            self.load_sums_for(slot, ring);
-            self.block_sums.compare_later(slot);
+            let blocks = self.io.work(slot).blocks;
+            self.block_sums.compare_when_loaded(slot, blocks, self.state.intent_log(), ring);
         }
         self.block_sums.give_back_comparisons(retried);
     }

@@ -52,7 +52,7 @@ impl Executor {
         if let Ok(done) = &begun {
             let is_anything_kept = done.iter().any(|done| *done);
             self.renew_sums()?;
-            self.look_at_lost(is_anything_kept)?;
+            self.block_sums.begin_copy(is_anything_kept, &mut self.store)?;
         }
         Ok(begun?)
     }

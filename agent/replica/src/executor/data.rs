@@ -7,6 +7,7 @@ use shorthorn_wire::Opcode;
 
 use super::Executor;
 use super::block::block_count;
+use super::block_sums::Modification;
 use super::operation::{OperationResult, is_passing, kind, not_rot};
 use super::piece::Piece;
 use super::requests::{SUM_SLOT, Work, is_durable};
@@ -30,7 +31,7 @@ impl Executor {
                 }
             }
         }
-        if self.work(slot).pending == 0 {
+        if self.io.work(slot).pending == 0 {
             self.data_read(slot, ring);
         }
         Ok(())
@@ -52,7 +53,7 @@ impl Executor {
                 }
             }
         }
-        if self.work(slot).pending == 0 {
+        if self.io.work(slot).pending == 0 {
             self.write_blocks(slot, ring);
         }
         Ok(())
@@ -63,7 +64,7 @@ impl Executor {
         let block = self.io.complete_edge(slot, edge);
         if let Some(block) = block.filter(|_| self.block_sums.awaits(slot)) {
             let sums = self.io.edge_sums(slot, edge, block);
-            self.sum_merged(slot, block, sums);
+            self.block_sums.merged(Modification::new(slot, &self.io), block, sums);
         }
     }
 
@@ -71,7 +72,7 @@ impl Executor {
         if let Err(errno) = self.record_merged(slot) {
             return self.finish(slot, Err(errno));
         }
-        let piece = Piece::blocks_of(self.work(slot).blocks.length(), self.store.head());
+        let piece = Piece::blocks_of(self.io.work(slot).blocks.length(), self.store.head());
         self.io.write(slot, piece, &self.store, ring);
     }
 
@@ -88,18 +89,25 @@ impl Executor {
             self.io.requests_mut().fail(slot, Errno::IO);
             return self.continue_request(slot, kind, ring);
         }
-        match result {
+        let failed = match result {
             Err(errno) if is_passing(errno) => return self.io.read(slot, kind, piece, &self.store, ring),
-            Err(errno) => self.read_failed(slot, piece, errno),
+            Err(errno) => Some(errno),
             Ok(count) => match piece.after(count) {
-                None => {}
+                None => None,
                 Some(rest) if rest.first > piece.first => {
                     return self.io.read(slot, kind, rest, &self.store, ring);
                 }
                 // The file has ended. The head never does within the volume; a layer below it may be shorter.
-                Some(_) if piece.file == self.store.head() => self.read_failed(slot, piece, Errno::IO),
-                Some(_) => self.io.zero_rest(slot, piece, count),
+                Some(_) if piece.file == self.store.head() => Some(Errno::IO),
+                Some(_) => {
+                    self.io.zero_rest(slot, piece, count);
+                    None
+                }
             },
+        };
+        if let Some(errno) = failed {
+            self.read_planner.read_failed(piece.file, errno);
+            self.io.requests_mut().fail(slot, not_rot(errno));
         }
         if kind == kind::EDGE {
             self.complete_edge(slot, usize::from(piece.first));
@@ -109,10 +117,10 @@ impl Executor {
 
     /// Starts the next step after the last operation of a read, or of the edges of a write, has ended.
     fn continue_request(&mut self, slot: u16, kind: u8, ring: &mut Ring) {
-        if self.work(slot).pending == 0 && self.io.requests_mut().take_void(slot) {
+        if self.io.work(slot).pending == 0 && self.io.requests_mut().take_void(slot) {
             return self.plan_again(slot, ring);
         }
-        let work = self.work(slot);
+        let work = self.io.work(slot);
         match (work.pending, work.failure) {
             (0, Some(errno)) => self.finish(slot, Err(errno)),
             (0, None) if kind == kind::EDGE => self.write_blocks(slot, ring),
@@ -123,7 +131,7 @@ impl Executor {
 
     /// Reads again, because a layer was repaired meanwhile. A block that was removed from it read as zeroes.
     pub(super) fn plan_again(&mut self, slot: u16, ring: &mut Ring) {
-        let Work { header, blocks, .. } = *self.work(slot);
+        let Work { header, blocks, .. } = *self.io.work(slot);
         let range = header.range().unwrap_or(blocks);
         let planned = match header.opcode {
             Opcode::Write => self.start_write(slot, range, ring),
@@ -141,7 +149,7 @@ impl Executor {
         result: Result<usize, Errno>,
         ring: &mut Ring,
     ) {
-        let (header, blocks) = (self.work(slot).header, self.work(slot).blocks);
+        let (header, blocks) = (self.io.header(slot), self.io.work(slot).blocks);
         let failed = match result {
             Err(errno) if is_passing(errno) => return self.io.write(slot, piece, &self.store, ring),
             Err(errno) => Some(errno),
@@ -167,10 +175,5 @@ impl Executor {
             Ok(()) if self.cures_lost(slot) => self.flush(slot, ring),
             outcome => self.finish(slot, outcome),
         }
-    }
-
-    fn read_failed(&mut self, slot: u16, piece: Piece, errno: Errno) {
-        self.read_planner.read_failed(piece.file, errno);
-        self.io.requests_mut().fail(slot, not_rot(errno));
     }
 }

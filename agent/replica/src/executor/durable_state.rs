@@ -9,7 +9,7 @@ use shorthorn_regions::WriteIntentLog;
 use shorthorn_replica_core::{FAILURES_FORGIVEN_AFTER, PageEnd, ReplicaFailure, ReplicaState};
 use shorthorn_ring::Ring;
 use shorthorn_store::Store;
-use shorthorn_types::{ByteRange, Errno, Generation};
+use shorthorn_types::{ByteRange, Errno};
 use shorthorn_views::ReplicaViews;
 
 use super::region_sets::RegionSets;
@@ -55,11 +55,6 @@ impl DurableState {
     /// Returns the failure after which nothing is served, if any.
     pub fn failure(&self) -> Option<&ReplicaFailure> {
         self.replica.failure()
-    }
-
-    /// Handles the request of an engine to a failed replica: see [`ReplicaState::asked_by`].
-    pub fn asked_by(&mut self, generation: Generation) -> bool {
-        self.replica.asked_by(generation)
     }
 
     /// Returns true if the process has served for so long that earlier failures do not count any more.
@@ -139,7 +134,7 @@ impl DurableState {
 mod tests {
     use std::path::Path;
 
-    use shorthorn_types::{Members, ReplicaId, View, ViewId};
+    use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId};
 
     use super::*;
     use crate::executor::Loaded;

@@ -37,7 +37,7 @@ impl Executor {
 
     /// Returns the result of the check in `slot`, if a check was begun there.
     pub fn layer_check(&self, slot: u16, outcome: OperationResult) -> Option<Result<LayerCheck, StoreError>> {
-        let checked = self.work(slot).checked?;
+        let checked = self.io.work(slot).checked?;
         Some(self.summed(slot, checked, outcome))
     }
 
@@ -51,21 +51,13 @@ impl Executor {
         let sum = match outcome {
             Ok(()) => {
                 let runs = self.store.chain().layer_blocks(file, piece)?;
-                Some(piece_sum(runs.iter().map(|run| self.summed_run(slot, piece, *run))))
+                let summed = |run: &ByteRange| summed_run(piece, *run, self.io.data(slot, *run).crc32c());
+                Some(piece_sum(runs.iter().map(summed)))
             }
             Err(_) => None,
         };
         let next_bytes = self.layer_sums.next_piece(file, piece.end(), &self.store)?;
         Ok(LayerCheck { sum, kept, next_bytes })
-    }
-
-    fn summed_run(&self, slot: u16, piece: ByteRange, run: ByteRange) -> SummedRun {
-        let number = |bytes: u64| u32::try_from(bytes / BLOCK_BYTES).unwrap_or(u32::MAX);
-        SummedRun {
-            first_block: number(run.offset() - piece.offset()),
-            blocks: number(run.length()),
-            crc32c: self.io.data(slot, run).crc32c(),
-        }
     }
 
     /// Takes sums to keep: see [`CachedLayerSums::keep`].
@@ -74,4 +66,10 @@ impl Executor {
     pub fn keep_sums(&mut self, message: &KeepSums) -> Result<(), ReplicaError> {
         self.layer_sums.keep(message, &mut self.store)
     }
+}
+
+fn summed_run(piece: ByteRange, run: ByteRange, crc32c: u32) -> SummedRun {
+    let number = |bytes: u64| u32::try_from(bytes / BLOCK_BYTES).unwrap_or(u32::MAX);
+    let (first_block, blocks) = (number(run.offset() - piece.offset()), number(run.length()));
+    SummedRun { first_block, blocks, crc32c }
 }

@@ -18,7 +18,7 @@ impl Executor {
         range: ByteRange,
         ring: &mut Ring,
     ) -> OperationResult {
-        let file = self.store.chain().layer_file(layer_of(&self.work(slot).header)?).ok_or(Errno::INVALID)?;
+        let file = self.store.chain().layer_file(layer_of(&self.io.header(slot))?).ok_or(Errno::INVALID)?;
         self.begin_check(slot);
         let piece = Piece::blocks_of(range.grown_to_blocks().length(), file);
         self.io.read(slot, kind::READ, piece, &self.store, ring);
@@ -32,7 +32,7 @@ impl Executor {
         range: ByteRange,
         ring: &mut Ring,
     ) -> OperationResult {
-        let layer = layer_of(&self.work(slot).header)?;
+        let layer = layer_of(&self.io.header(slot))?;
         let file = self.store.copy_target(layer).ok_or(Errno::INVALID)?;
         let fits = self.store.chain().layer_bytes(layer).is_some_and(|size_bytes| range.end() <= size_bytes);
         let whole_blocks =

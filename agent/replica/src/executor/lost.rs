@@ -12,22 +12,12 @@ use super::Executor;
 use super::block_sums::{NotRecorded, is_rot_of_head};
 use super::operation::OperationResult;
 use super::requests::Work;
-use crate::error::ReplicaError;
 
 impl Executor {
-    /// A copy begins: blocks of layers that are recreated are not lost.
-    pub(super) fn look_at_lost(&mut self, is_anything_kept: bool) -> Result<(), ReplicaError> {
-        if is_anything_kept {
-            self.block_sums.know_lost();
-            return Ok(());
-        }
-        Ok(self.block_sums.forget_lost(&mut self.store)?)
-    }
-
     /// Records the blocks of the head that a copy is about to overwrite with rot, because no member has them.
     /// The record is durable before the data: a recorded block is lost, whatever it holds.
     pub(super) fn record_rot_of_head(&mut self, slot: u16) -> OperationResult {
-        let Work { header, blocks, .. } = *self.work(slot);
+        let Work { header, blocks, .. } = *self.io.work(slot);
         if !is_rot_of_head(&header) {
             return Ok(());
         }
@@ -64,8 +54,8 @@ impl Executor {
     /// Sound data does not end a record before the layer is whole, and its data durable. Another attempt
     /// makes the layer again, and keeps the ones below it.
     pub(super) fn layer_is_written(&mut self, slot: u16) -> OperationResult {
-        let header = self.header(slot);
-        let blocks = self.work(slot).blocks;
+        let header = self.io.header(slot);
+        let blocks = self.io.work(slot).blocks;
         let is_rotten = header.flags.has(Flags::ROTTEN);
         if !is_rotten && !self.block_sums.has_lost() {
             return Ok(());
@@ -165,7 +155,7 @@ mod tests {
         let mut ring = Ring::new(16).unwrap();
         executor.assign(0, header);
         if header.data_bytes() > 0 {
-            executor.payload(0).copy_from(&vec![byte; header.data_bytes() as usize]);
+            executor.io.payload(0).copy_from(&vec![byte; header.data_bytes() as usize]);
         }
         executor.start(0, &mut ring);
         let (mut completions, mut finished, mut kinds) = (Vec::new(), Vec::new(), Vec::new());

@@ -7,6 +7,7 @@ use shorthorn_ring::Ring;
 use shorthorn_types::{ByteRange, Errno, MarkRegions};
 
 use super::Executor;
+use super::block_sums::Modification;
 use crate::error::ReplicaError;
 
 impl Executor {
@@ -21,7 +22,8 @@ impl Executor {
         range: ByteRange,
         ring: &mut Ring,
     ) -> Result<bool, Errno> {
-        if self.repairs_rot(slot, range) {
+        let request = Modification::new(slot, &self.io);
+        if self.block_sums.repairs_rot(request, range, self.state.intent_log()) {
             return Ok(self.state.admit_repair(range, slot));
         }
         Ok(self.keep_rot(slot, range, ring)? && self.state.admit(range, slot))

@@ -1,7 +1,7 @@
 //! Executes requests on the replica directory: knows files and buffers, but no connection.
 //!
 //! A request lives in a slot. The caller [assigns](Executor::assign) the slot, puts the data of a write into
-//! its [payload](Executor::payload), and [starts](Executor::start) it. It passes on the completions that
+//! its [payload](RequestIo::payload), and [starts](Executor::start) it. It passes on the completions that
 //! carry [`SOURCE_DISK`], and takes the [finished](Executor::take_finished) requests. The code neither
 //! allocates nor logs unless an error occurs.
 
@@ -48,7 +48,7 @@ use std::time::Instant;
 use shorthorn_replica_core::{ReplicaState, is_final};
 use shorthorn_ring::{Completion, IoBuf, Ring, Token};
 use shorthorn_store::{Store, StoreError};
-use shorthorn_types::{ByteRange, Errno, Generation};
+use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{Header, Opcode};
 
 use self::background_sums::BackgroundSums;
@@ -63,8 +63,8 @@ pub(crate) use self::operation::{OperationResult, SOURCE_DISK};
 use self::piece::Piece;
 use self::read_planner::ReadPlanner;
 use self::request_io::RequestIo;
+use self::requests::SUM_SLOT;
 pub(crate) use self::requests::reads_data;
-use self::requests::{SUM_SLOT, Work};
 use self::steps::ReplicaFiles;
 use self::zeroes::ZeroJobs;
 use crate::limits::SLOTS;
@@ -122,16 +122,6 @@ impl Executor {
         self.io.assign(slot, header);
     }
 
-    /// Returns the header that the slot was assigned for.
-    pub fn header(&self, slot: u16) -> Header {
-        self.work(slot).header
-    }
-
-    /// Returns the buffer of the request's data, or of the text of a control frame.
-    pub fn payload(&self, slot: u16) -> IoBuf {
-        self.io.payload(slot)
-    }
-
     /// Frees the slot.
     pub fn free(&mut self, slot: u16) {
         self.io.free(slot);
@@ -158,16 +148,16 @@ impl Executor {
     }
 
     fn begin(&mut self, slot: u16, ring: &mut Ring) -> OperationResult {
-        let header = self.work(slot).header;
+        let header = self.io.header(slot);
         match header.opcode {
             Opcode::Flush => self.flush(slot, ring),
             Opcode::Read | Opcode::Verify => {
-                let range = self.checked(&header)?;
+                let range = checked_range(&header, &self.store)?;
                 self.begin_check(slot);
                 self.start_read(slot, range, ring)?;
             }
             Opcode::Write | Opcode::Discard | Opcode::WriteZeroes => {
-                let range = self.checked(&header)?;
+                let range = checked_range(&header, &self.store)?;
                 // The regions are recorded first: otherwise a crash would leave unknown differences between
                 // the replicas.
                 if self.is_admitted(slot, range, ring)? {
@@ -177,8 +167,8 @@ impl Executor {
                     self.modify(slot, range, ring)?;
                 }
             }
-            Opcode::ReadLayer => self.start_read_layer(slot, self.checked(&header)?, ring)?,
-            Opcode::WriteLayer => self.start_write_layer(slot, self.checked(&header)?, ring)?,
+            Opcode::ReadLayer => self.start_read_layer(slot, checked_range(&header, &self.store)?, ring)?,
+            Opcode::WriteLayer => self.start_write_layer(slot, checked_range(&header, &self.store)?, ring)?,
             Opcode::Ping => self.finish(slot, Ok(())),
             _ => return Err(Errno::INVALID),
         }
@@ -186,16 +176,13 @@ impl Executor {
     }
 
     fn modify(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) -> OperationResult {
-        if self.work(slot).header.opcode == Opcode::Write {
+        if self.io.header(slot).opcode == Opcode::Write {
             return self.start_write(slot, range, ring);
         }
-        self.start_zeroing(slot, range, ring);
+        if let Some(job) = self.zero_jobs.begin(slot, range) {
+            self.next_zero_step(job, ring);
+        }
         Ok(())
-    }
-
-    fn checked(&self, header: &Header) -> Result<ByteRange, Errno> {
-        let range = header.range().map_err(|_| Errno::INVALID)?;
-        range.check(self.store.size_bytes()).map_err(|_| Errno::INVALID)
     }
 
     /// Takes a completion that carries [`SOURCE_DISK`].
@@ -218,7 +205,10 @@ impl Executor {
             (kind::SYNC, _) => self.on_synced(count, ring),
             (kind::ZERO_STEP | kind::ZERO_EDGE, _) => {
                 self.on_zero_step(u8::try_from(tag).unwrap_or(0), kind, count, ring);
-                self.start_waiting(ring);
+                // A job may be free now.
+                while let Some(slot) = self.zero_jobs.next_waiting() {
+                    self.start(slot, ring);
+                }
             }
             _ => debug_assert!(false, "a completion of nothing: {completion:?}"),
         }
@@ -242,15 +232,9 @@ impl Executor {
         self.io.is_idle() && self.block_sums.is_idle() && self.state.is_idle()
     }
 
-    /// Handles the request of an engine to a failed replica: see [`ReplicaState::asked_by`].
-    pub fn asked_by(&mut self, generation: Generation) -> bool {
-        self.state.asked_by(generation)
-    }
-
-    /// Repeats writing the record of a failure that could not be stored: see [`ReplicaState::retry_record`].
-    /// Waits for the disk.
-    pub fn retry_record_of_failure(&mut self) -> bool {
-        self.change(|state, disk| state.retry_record(disk))
+    /// Returns the requests and their data.
+    pub fn io(&self) -> &RequestIo {
+        &self.io
     }
 
     /// Returns the directory.
@@ -265,7 +249,7 @@ impl Executor {
     pub fn close(mut self) -> Result<(), StoreError> {
         debug_assert!(self.is_idle());
         if self.state.failure().is_some() {
-            self.retry_record_of_failure();
+            self.change(|state, disk| state.retry_record(disk));
             return Ok(());
         }
         // Without it regions are copied that need not be.
@@ -273,10 +257,6 @@ impl Executor {
             tracing::warn!(%error, "cannot write the cleared regions");
         }
         self.store.close()
-    }
-
-    fn work(&self, slot: u16) -> &Work {
-        self.io.work(slot)
     }
 
     /// Returns the free space of the disk in MiB; none if the file system does not report it. The disk is
@@ -340,6 +320,12 @@ impl Executor {
     fn fail(&mut self, message: &str) {
         self.change(|state, disk| state.fail(disk, message.to_owned()));
     }
+}
+
+/// Returns the range of the request, if the volume has it.
+fn checked_range(header: &Header, store: &Store) -> Result<ByteRange, Errno> {
+    let range = header.range().map_err(|_| Errno::INVALID)?;
+    range.check(store.size_bytes()).map_err(|_| Errno::INVALID)
 }
 
 #[cfg(test)]

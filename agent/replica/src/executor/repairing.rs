@@ -90,7 +90,7 @@ impl Executor {
     fn read_again(&mut self, ring: &mut Ring) {
         let mut waiting = self.block_sums.take_comparisons();
         for slot in waiting.drain(..) {
-            if is_planned(self.work(slot).header.opcode) {
+            if is_planned(self.io.header(slot).opcode) {
                 self.plan_again(slot, ring);
             } else {
                 self.block_sums.compare_later(slot);

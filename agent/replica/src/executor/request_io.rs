@@ -25,7 +25,7 @@ const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 
 /// See the module.
 #[derive(Debug)]
-pub(super) struct RequestIo {
+pub(crate) struct RequestIo {
     requests: Requests,
     buffers: Buffers,
     in_flight: InFlight,
@@ -75,6 +75,16 @@ impl RequestIo {
         self.requests.get(slot)
     }
 
+    /// Returns the header that the slot was assigned for.
+    pub fn header(&self, slot: u16) -> Header {
+        self.work(slot).header
+    }
+
+    /// Returns true if each block of the read data in the slot matches a sum that counts.
+    pub fn is_confirmed(&self, slot: u16) -> bool {
+        self.work(slot).is_confirmed
+    }
+
     /// Returns the requests by their slots.
     pub(super) fn requests_mut(&mut self) -> &mut Requests {
         &mut self.requests
@@ -94,7 +104,7 @@ impl RequestIo {
 
     /// Puts the text of an answer to a control frame into the slot. None if it is too long.
     pub fn put_text(&mut self, slot: u16, text: &[u8]) -> Option<IoBuf> {
-        let text_max_bytes = self.work(slot).header.opcode.text_max_bytes() as usize;
+        let text_max_bytes = self.header(slot).opcode.text_max_bytes() as usize;
         let range = ByteRange::new(0, text.len() as u64).ok().filter(|_| text.len() <= text_max_bytes)?;
         self.buffers.touch(slot, range.grown_to_blocks());
         let buf = self.buffers.part(slot, 0, range);
@@ -194,7 +204,7 @@ impl RequestIo {
     /// Begins to write a piece, durably if the request demands it.
     pub(super) fn write(&mut self, slot: u16, piece: Piece, store: &Store, ring: &mut Ring) {
         let (buf, offset) = (self.buffer_of(slot, piece), self.offset_of(slot, kind::WRITE, piece));
-        let durable = is_durable(&self.work(slot).header);
+        let durable = is_durable(&self.header(slot));
         ring.write(fd(store, piece.file), buf, offset, durable, piece_token(kind::WRITE, slot, piece));
         self.requests.began(slot);
         self.in_flight.began();

@@ -21,27 +21,12 @@ impl Executor {
         self.io.requests_mut().end_checks_of_reads(range);
     }
 
-    /// Records that the request in the slot is about to write a block that it has merged with the former
-    /// data. `sums` has the sums before and after.
-    pub(super) fn sum_merged(&mut self, slot: u16, block: ByteRange, sums: (u32, u32)) {
-        let Ok(range) = self.work(slot).header.range() else { return };
-        self.block_sums.merged(slot, range, block, sums);
-    }
-
     /// The request in the slot has ended.
     pub(super) fn sums_followed(&mut self, slot: u16, outcome: OperationResult) {
         if outcome.is_err() && self.state.is_only_member() {
             self.block_sums.failed_alone(slot);
         }
         self.block_sums.ended(slot, outcome.is_ok());
-    }
-
-    /// Returns true if the request in the slot repairs all that it writes: see [`BlockSums::repairs_rot`].
-    ///
-    /// [`BlockSums::repairs_rot`]: super::block_sums::BlockSums::repairs_rot
-    pub(super) fn repairs_rot(&self, slot: u16, range: ByteRange) -> bool {
-        let request = Modification::new(slot, &self.io);
-        self.block_sums.repairs_rot(request, range, self.state.intent_log())
     }
 
     /// Keeps the sums that the modification of `range` in the slot invalidates, if there is rot in their
@@ -60,7 +45,7 @@ impl Executor {
         let regions = self.state.intent_log().regions();
         let ends = regions.bytes(regions.touched(range));
         for number in ends.offset() / SUM_PAGE_SPAN_BYTES..ends.end().div_ceil(SUM_PAGE_SPAN_BYTES) {
-            if number < self.work(slot).kept_before || self.block_sums.may_modify(number) {
+            if number < self.io.work(slot).kept_before || self.block_sums.may_modify(number) {
                 continue;
             }
             if self.block_sums.load_page(number, ring).is_none() {

@@ -1,6 +1,6 @@
 use std::collections::VecDeque;
 
-use shorthorn_store::ZeroStep;
+use shorthorn_store::{Store, StoreError, ZeroStep};
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
 
@@ -35,7 +35,7 @@ pub(super) struct ZeroJob {
 pub(super) enum Next {
     /// Execute this; a write of zeroes is at most [`ZERO_WRITE_BYTES`] long.
     Step(ZeroStep),
-    /// Put the plan for this range into the job: see [`ZeroJob::put_plan`].
+    /// Plan this range: see [`ZeroJob::plan`].
     Plan(ByteRange),
     /// The job is complete.
     Done,
@@ -108,14 +108,15 @@ impl ZeroJob {
         self.is_void
     }
 
-    /// Takes the list for the next plan, which is empty. It comes back by [`ZeroJob::put_plan`].
-    pub fn take_plan(&mut self) -> Vec<ZeroStep> {
-        std::mem::take(&mut self.steps)
-    }
-
-    /// Puts the plan into the job.
-    pub fn put_plan(&mut self, steps: Vec<ZeroStep>) {
-        self.steps = steps;
+    /// Plans a piece: a discard, or a write of zeroes.
+    ///
+    /// # Errors
+    /// The file system cannot list the extents of a layer.
+    pub fn plan(&mut self, piece: ByteRange, discards: bool, store: &mut Store) -> Result<(), StoreError> {
+        match discards {
+            true => store.plan_discard(piece, &mut self.steps),
+            false => store.plan_write_zeroes(piece, &mut self.steps),
+        }
     }
 
     /// Returns the next action.
@@ -163,6 +164,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::executor::tests::new_store;
 
     fn range(offset: u64, length: u64) -> ByteRange {
         ByteRange::new(offset, length).unwrap()
@@ -180,6 +182,26 @@ mod tests {
         jobs.end(0);
         assert_eq!(jobs.next_waiting(), Some(5));
         assert_eq!(jobs.next_waiting(), None);
+    }
+
+    #[test]
+    fn a_discard_leaves_parts_of_blocks_as_they_are() {
+        let temp = tempfile::tempdir().unwrap();
+        let (mut store, ..) = new_store(&temp.path().join("replica"));
+        store.write_at(&[7; 16384], 0, true).unwrap();
+        let (whole, edge) = (range(4096, 8192), range(12288, 4096));
+        for (discards, expected) in [(true, vec![whole]), (false, vec![edge, whole])] {
+            let mut jobs = ZeroJobs::new();
+            let index = jobs.begin(7, range(4096, 8704)).unwrap();
+            let job = jobs.job(index);
+            let Next::Plan(piece) = job.next() else { panic!("nothing is planned yet") };
+            job.plan(piece, discards, &mut store).unwrap();
+            let mut steps = Vec::new();
+            while let Next::Step(step) = job.next() {
+                steps.push(step.blocks());
+            }
+            assert_eq!(steps, expected, "{discards}");
+        }
     }
 
     proptest! {

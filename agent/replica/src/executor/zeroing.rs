@@ -7,43 +7,29 @@ use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::Opcode;
 
 use super::Executor;
+use super::block_sums::Modification;
 use super::operation::{OperationResult, is_passing, kind, not_rot};
 use super::requests::is_durable;
 use super::zeroes::Next;
 
 impl Executor {
-    pub(super) fn start_zeroing(&mut self, slot: u16, range: ByteRange, ring: &mut Ring) {
-        if let Some(job) = self.zero_jobs.begin(slot, range) {
-            self.next_zero_step(job, ring);
-        }
-    }
-
     /// Plans until there is something to do, and begins it.
-    fn next_zero_step(&mut self, job: u8, ring: &mut Ring) {
+    pub(super) fn next_zero_step(&mut self, job: u8, ring: &mut Ring) {
         loop {
             match self.zero_jobs.job(job).next() {
                 Next::Step(step) => return self.begin_zero_step(job, step, ring),
                 Next::Plan(piece) => {
-                    if let Err(errno) = self.plan_zeroing(job, piece) {
+                    let slot = self.zero_jobs.job(job).slot();
+                    let discards = slot.is_some_and(|slot| self.io.header(slot).opcode == Opcode::Discard);
+                    let planned = self.zero_jobs.job(job).plan(piece, discards, &mut self.store);
+                    if let Err(error) = planned {
+                        let errno = self.read_planner.not_planned(&error);
                         return self.end_zeroing(job, Err(errno), ring);
                     }
                 }
                 Next::Done => return self.end_zeroing(job, Ok(()), ring),
             }
         }
-    }
-
-    fn plan_zeroing(&mut self, index: u8, piece: ByteRange) -> OperationResult {
-        let job = self.zero_jobs.job(index);
-        let mut steps = job.take_plan();
-        let discards = job.slot().is_some_and(|slot| self.header(slot).opcode == Opcode::Discard);
-        let planned = if discards {
-            self.store.plan_discard(piece, &mut steps)
-        } else {
-            self.store.plan_write_zeroes(piece, &mut steps)
-        };
-        self.zero_jobs.job(index).put_plan(steps);
-        planned.map_err(|error| self.read_planner.not_planned(&error))
     }
 
     fn begin_zero_step(&mut self, job: u8, step: ZeroStep, ring: &mut Ring) {
@@ -80,7 +66,7 @@ impl Executor {
     /// Starts the second step of a merge: writes the block with zeroes in it.
     fn write_zero_edge(&mut self, job: u8, slot: u16, edge: EdgeBlock, ring: &mut Ring) {
         if let Some(sums) = self.io.zero_edge(slot, edge, self.block_sums.awaits(slot)) {
-            self.sum_merged(slot, edge.block, sums);
+            self.block_sums.merged(Modification::new(slot, &self.io), edge.block, sums);
         }
         if let Err(errno) = self.record_merged(slot) {
             return self.end_zeroing(job, Err(errno), ring);
@@ -147,15 +133,8 @@ impl Executor {
         self.zero_jobs.end(job);
         let Some(slot) = slot else { return };
         match outcome {
-            Ok(()) if is_durable(&self.header(slot)) || self.cures_lost(slot) => self.flush(slot, ring),
+            Ok(()) if is_durable(&self.io.header(slot)) || self.cures_lost(slot) => self.flush(slot, ring),
             outcome => self.finish(slot, outcome),
-        }
-    }
-
-    /// Begins the discards and writes of zeroes that have waited for a job, as far as there are any now.
-    pub(super) fn start_waiting(&mut self, ring: &mut Ring) {
-        while let Some(slot) = self.zero_jobs.next_waiting() {
-            self.start(slot, ring);
         }
     }
 }

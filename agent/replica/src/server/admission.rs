@@ -26,7 +26,7 @@ impl Server {
                 "the replica is being stopped".to_owned(),
             );
         }
-        if self.executor.asked_by(queue_id.generation) {
+        if self.executor.change(|state, _| state.asked_by(queue_id.generation)) {
             self.publish_failure();
         }
         if let Some(message) = self.failed() {

@@ -251,7 +251,10 @@ impl Server {
             self.status.forgiven();
         }
         // Only without a connected engine: the disk may hang, and engines need their answers.
-        if self.failure.has_failed() && self.is_quiet() && self.executor.retry_record_of_failure() {
+        if self.failure.has_failed()
+            && self.is_quiet()
+            && self.executor.change(|state, disk| state.retry_record(disk))
+        {
             tracing::warn!("recorded that data may be gone");
             self.failure.failed(Instant::now());
             self.publish_failure();

@@ -91,7 +91,7 @@ impl Server {
         self.memory.used();
         self.executor.assign(slot, header);
         connection.take_header();
-        if data_bytes > 0 && !connection.stream.receive_into(self.executor.payload(slot)) {
+        if data_bytes > 0 && !connection.stream.receive_into(self.executor.io().payload(slot)) {
             connection.receiving = Some(slot);
             return Parsed::MoreBytes;
         }
@@ -100,11 +100,11 @@ impl Server {
 
     /// Executes the request in `slot`, whose data has arrived.
     fn take_up(&mut self, index: u16, slot: u16) {
-        let header = self.executor.header(slot);
+        let header = self.executor.io().header(slot);
         match header.opcode {
             opcode if opcode.is_control() => return self.take_text(index, slot, &header),
             Opcode::Write | Opcode::WriteLayer => {
-                if let Err(error) = header.check_data(self.executor.payload(slot).crc32c()) {
+                if let Err(error) = header.check_data(self.executor.io().payload(slot).crc32c()) {
                     self.free(slot);
                     return self.end(index, format!("{header}: {error}"));
                 }
@@ -137,7 +137,7 @@ impl Server {
     /// Returns the text of a control frame; ends the connection if it is invalid.
     pub(super) fn text<T: DeserializeOwned>(&mut self, index: u16, slot: u16, header: &Header) -> Option<T> {
         let mut text = vec![0; header.data_bytes() as usize];
-        self.executor.payload(slot).copy_to(&mut text);
+        self.executor.io().payload(slot).copy_to(&mut text);
         match decode_text(header, &text) {
             Ok(message) => Some(message),
             Err(error) => {
@@ -190,7 +190,7 @@ impl Server {
     }
 
     pub(super) fn respond(&mut self, slot: u16, outcome: OperationResult) {
-        let header = self.executor.header(slot);
+        let header = self.executor.io().header(slot);
         if header.opcode == Opcode::CheckLayer {
             return self.respond_check(slot, &header, outcome);
         }
@@ -201,10 +201,10 @@ impl Server {
         let mut response = header.response(outcome);
         let mut payload = None;
         if reads_data(header) && outcome.is_ok() {
-            let data = self.executor.payload(slot);
+            let data = self.executor.io().payload(slot);
             response.data_check = data.crc32c();
             payload = Some(data).filter(|_| response.data_bytes() > 0);
-            if self.executor.is_confirmed(slot) {
+            if self.executor.io().is_confirmed(slot) {
                 response.flags = response.flags.with(Flags::CHECKED);
             }
         }

@@ -37,7 +37,7 @@ impl Server {
 
     pub(super) fn take_repair_layer(&mut self, index: u16, slot: u16, header: &Header) {
         let mut text = vec![0; header.data_bytes() as usize];
-        self.executor.payload(slot).copy_to(&mut text);
+        self.executor.io().payload(slot).copy_to(&mut text);
         let repaired = match decode_patch(header, &text) {
             Ok((patch, data)) => self.executor.repair_layer(&patch, data, &mut self.ring),
             Err(error) => {

@@ -68,11 +68,19 @@ impl BlockSums {
         has_all
     }
 
-    /// Loads the pages with sums of these blocks that count, which may take more memory.
-    pub fn load_pages_for(&mut self, blocks: ByteRange, intent_log: &WriteIntentLog, ring: &mut Ring) {
+    /// Loads the pages with sums of these blocks that count, which may take more memory. The request in the
+    /// slot, which has read the blocks, waits for them to be compared.
+    pub fn compare_when_loaded(
+        &mut self,
+        slot: u16,
+        blocks: ByteRange,
+        intent_log: &WriteIntentLog,
+        ring: &mut Ring,
+    ) {
         for page in pages_for(blocks, intent_log) {
             self.pages.load_for_read(page, ring);
         }
+        self.compare_later(slot);
     }
 }
 

@@ -71,8 +71,17 @@ impl BlockSums {
         !self.lost.is_empty()
     }
 
+    /// A copy begins. Blocks of layers that are recreated are not lost.
+    pub fn begin_copy(&mut self, is_anything_kept: bool, store: &mut Store) -> Result<(), StoreError> {
+        if is_anything_kept {
+            self.know_lost();
+            return Ok(());
+        }
+        self.forget_lost(store)
+    }
+
     /// Forgets the lost blocks and removes their record: the layers are recreated.
-    pub fn forget_lost(&mut self, store: &mut Store) -> Result<(), StoreError> {
+    fn forget_lost(&mut self, store: &mut Store) -> Result<(), StoreError> {
         self.lost.keys().for_each(|block| self.known.forget_block(*block));
         self.lost.clear();
         store.save_lost_blocks(&self.lost)
@@ -188,7 +197,9 @@ mod tests {
         sums.end_records(&[3], &mut store).unwrap();
         let FoundLostBlocks::Known(recorded) = store.load_lost_blocks().unwrap() else { panic!() };
         assert_eq!(recorded.keys().collect::<Vec<_>>(), [&4]);
-        sums.forget_lost(&mut store).unwrap();
+        sums.begin_copy(true, &mut store).unwrap();
+        assert!(sums.has_lost() && sums.knows(4), "their layer may be kept");
+        sums.begin_copy(false, &mut store).unwrap();
         assert!(!sums.has_lost() && !sums.knows(4) && !path.join("shorthorn.lost-blocks").exists());
     }
 

@@ -102,10 +102,11 @@ impl BlockSums {
         self.known.awaits(slot)
     }
 
-    /// Records that the request in the slot, for `range`, is about to write a block that it has merged with
-    /// the former data. `sums` has the sums before and after.
-    pub fn merged(&mut self, slot: u16, range: ByteRange, block: ByteRange, sums: (u32, u32)) {
-        self.known.merged(slot, range, number_of(block), sums);
+    /// Records that the request is about to write a block that it has merged with the former data. `sums` has
+    /// the sums before and after.
+    pub fn merged(&mut self, request: Modification<'_>, block: ByteRange, sums: (u32, u32)) {
+        let Ok(range) = request.header().range() else { return };
+        self.known.merged(request.slot, range, number_of(block), sums);
     }
 
     /// The request in the slot is about to fail on the only member.

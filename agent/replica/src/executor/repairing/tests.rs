@@ -286,7 +286,7 @@ fn a_request_does_not_see_a_hole_that_a_repair_makes() {
         let mut found = AlignedBuffer::new(BLOCK_BYTES_USIZE);
         executor.store.read_at(found.as_mut_slice(), BLOCK * BLOCK_BYTES).unwrap();
         if opcode == Opcode::Read {
-            assert_eq!(executor.payload(0).crc32c(), crc32c::crc32c(&found.as_slice()[..512]));
+            assert_eq!(executor.io.payload(0).crc32c(), crc32c::crc32c(&found.as_slice()[..512]));
         }
         assert!(found.as_slice()[512..3584].iter().all(|byte| *byte == 7), "{opcode:?} {start}");
     }
@@ -354,10 +354,10 @@ fn a_read_that_waits_for_its_sums_does_not_return_rot_after_a_repair() {
     executor.assign(0, Header { flags: Flags::CHECKED, ..read });
     executor.start(0, &mut ring);
     end_reads(&mut executor, &mut ring);
-    assert!(executor.work(0).wants_check && executor.work(0).pending == 0, "it waits for the page");
+    assert!(executor.io.work(0).wants_check && executor.io.work(0).pending == 0, "it waits for the page");
     executor.repair_layer(&patch, &[7; 4096], &mut ring).unwrap();
     end_requests(&mut executor, 1, &mut ring, |_, _, _| {});
-    assert_eq!(executor.payload(0).crc32c(), crc32c::crc32c(&[7; 4096]));
+    assert_eq!(executor.io.payload(0).crc32c(), crc32c::crc32c(&[7; 4096]));
 }
 
 /// The sum is that of zeroes which a request has made. The repair of the layer would be refused.
@@ -377,7 +377,7 @@ fn a_sum_of_zeroes_does_not_confirm_the_hole_of_a_layer() {
             executor.take_finished(&mut finished); // a reader's hole is not read from the disk
             assert_eq!(finished, [(0, Ok(()))]);
         }
-        assert_eq!(executor.is_confirmed(0), opcode == Opcode::Verify);
+        assert_eq!(executor.io.is_confirmed(0), opcode == Opcode::Verify);
         executor.free(0);
     }
 }
@@ -458,7 +458,7 @@ fn the_blocks_of_a_repaired_region_need_no_memory_once_it_is_read_back() {
     assert!(known.keep_some([(BLOCK, right), (BLOCK + 1, sum_of_zeroes())]));
     known.reported(BLOCK);
     executor.assign(0, Header::request(Opcode::Write, 1, BLOCK * BLOCK_BYTES, 4096));
-    executor.payload(0).copy_from(&[7; 4096]);
+    executor.io.payload(0).copy_from(&[7; 4096]);
     executor.start(0, &mut ring);
     end_requests(&mut executor, 1, &mut ring, |_, _, _| {});
     executor.free(0);
