@@ -1,7 +1,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
-use shorthorn_ring::{IoBuf, Stream, StreamLimits, Token};
+use shorthorn_ring::{Completion, IoBuf, Received, Ring, Stream, StreamLimits, Token};
 use shorthorn_wire::{FrameError, HEADER_BYTES, Header, Session};
 
 use crate::limits::{RECEIVE_BYTES, SLOTS};
@@ -14,21 +14,20 @@ pub(crate) const SOURCE_RECEIVE: u8 = 3;
 /// A connection from an engine, encrypted or not, with its frames.
 #[derive(Debug)]
 pub(crate) struct EngineConnection {
-    /// The socket, for all but headers of frames.
-    pub stream: Stream,
+    stream: Stream,
     /// Makes and reads the headers, so that none is left out of the numbers.
     session: Session,
     /// The description of the peer, for logs.
-    pub peer: String,
+    peer: String,
     /// True if nothing is read or sent on the connection any more. It is removed when the kernel has released
     /// it and its requests have ended.
-    pub ending: bool,
+    is_over: bool,
     /// The slot whose data is being received in place.
-    pub receiving: Option<u16>,
+    receiving: Option<u16>,
     /// True if bytes have come since the last tick.
-    pub heard: bool,
+    heard: bool,
     /// The number of ticks since the last received bytes.
-    pub silent_ticks: u32,
+    silent_ticks: u32,
 }
 
 impl EngineConnection {
@@ -41,11 +40,84 @@ impl EngineConnection {
             stream: Stream::new(socket, token(SOURCE_SEND), token(SOURCE_RECEIVE), limits),
             session,
             peer,
-            ending: false,
+            is_over: false,
             receiving: None,
             heard: true,
             silent_ticks: 0,
         }
+    }
+
+    /// Returns the description of the peer, for logs.
+    pub fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    /// Returns true if the connection is over.
+    pub fn is_over(&self) -> bool {
+        self.is_over
+    }
+
+    /// Ends the connection: nothing is read or sent any more.
+    pub fn end(&mut self) {
+        self.is_over = true;
+        self.stream.shutdown();
+    }
+
+    /// Appends the slots of data and responses that are not out to `slots`, once the connection is over and
+    /// the kernel has released it. Returns false before that.
+    pub fn give_up_slots(&mut self, slots: &mut Vec<u32>) -> bool {
+        if !self.is_over || !self.stream.is_idle() {
+            return false;
+        }
+        self.stream.abandon(slots);
+        slots.extend(self.receiving.take().map(u32::from));
+        true
+    }
+
+    /// Starts a receive, unless one is in flight or the buffer is full.
+    pub fn arm(&mut self, ring: &mut Ring) {
+        self.stream.arm(ring);
+    }
+
+    /// Starts to send the queued frames, unless a send is in flight or the connection is over.
+    pub fn flush(&mut self, ring: &mut Ring) {
+        if !self.is_over {
+            self.stream.flush(ring);
+        }
+    }
+
+    /// Handles the completion of a receive. None if the connection is over. After an error it is of no more
+    /// use.
+    pub fn on_received(&mut self, completion: Completion) -> Option<io::Result<Received>> {
+        let received = self.stream.on_received(completion);
+        if self.is_over {
+            return None;
+        }
+        self.heard = true;
+        Some(received)
+    }
+
+    /// Handles the completion of a send: see [`Stream::on_sent`].
+    pub fn on_sent(&mut self, completion: Completion, slots: &mut Vec<u32>) -> io::Result<()> {
+        self.stream.on_sent(completion, slots)
+    }
+
+    /// Returns the number of bytes that were received and not taken yet.
+    pub fn received_bytes(&self) -> usize {
+        self.stream.bytes().len()
+    }
+
+    /// Receives the data of the request in `slot` into `buf`. Returns true if all of it is here. Otherwise it
+    /// is received in place, and [`EngineConnection::take_receiving`] returns the slot at its end.
+    pub fn receive_data(&mut self, slot: u16, buf: IoBuf) -> bool {
+        let is_here = self.stream.receive_into(buf);
+        self.receiving = (!is_here).then_some(slot);
+        is_here
+    }
+
+    /// Takes the slot whose data was received in place, if any.
+    pub fn take_receiving(&mut self) -> Option<u16> {
+        self.receiving.take()
     }
 
     /// Returns the header of the next frame, if it is here whole. The frame stays the next one until its
@@ -58,6 +130,11 @@ impl EngineConnection {
     pub fn take_header(&mut self) {
         self.session.advance();
         self.stream.consume(HEADER_BYTES);
+    }
+
+    /// Queues the welcome, whose header the session does not encode.
+    pub fn send_welcome(&mut self, header: &Header, text: Vec<u8>) -> io::Result<()> {
+        self.stream.send_owned(&header.encode(), text)
     }
 
     /// Queues a response; `slot` has its data. After an error the connection is of no more use: the number of
@@ -78,8 +155,9 @@ impl EngineConnection {
 pub(crate) mod tests {
     use std::os::unix::net::UnixStream;
 
+    use shorthorn_ring::Arena;
     use shorthorn_types::{Generation, ReplicaId, Secret};
-    use shorthorn_wire::{Claim, Nonce};
+    use shorthorn_wire::{Claim, Nonce, Opcode};
 
     use super::*;
     use crate::limits::{SILENT_TICKS_MAX, TICK};
@@ -92,6 +170,19 @@ pub(crate) mod tests {
         let nonce = Nonce::new([5; 32]);
         let session = Session::of_replica(&Secret::new([3; 32]), nonce, nonce, &claim);
         (EngineConnection::new(ours.into(), session, "test".to_owned(), index), theirs)
+    }
+
+    #[test]
+    fn a_connection_that_is_over_gives_its_slots_up() {
+        let (mut connection, _theirs) = connection(0);
+        let response = Header::request(Opcode::Ping, 1, 0, 0).response(Ok(()));
+        connection.send(&response, None, 3).unwrap();
+        assert!(!connection.receive_data(5, Arena::new(1, 4096).unwrap().buf(0)), "nothing has come");
+        let mut slots = Vec::new();
+        assert!(!connection.give_up_slots(&mut slots) && slots.is_empty(), "it is not over");
+        connection.end();
+        assert!(connection.is_over() && connection.give_up_slots(&mut slots));
+        assert_eq!((slots, connection.take_receiving()), (vec![3, 5], None));
     }
 
     #[test]

@@ -113,8 +113,8 @@ impl Server {
         tracing::info!(generation = %queue_id.generation, queue = queue_id.queue, peer, "connection opened");
         let mut connection = EngineConnection::new(socket, session, peer, index);
         // The stream is empty: it has room for one frame.
-        let sent = connection.stream.send_owned(&header.encode(), text);
-        connection.stream.arm(&mut self.ring);
+        let sent = connection.send_welcome(&header, text);
+        connection.arm(&mut self.ring);
         self.connections.put(index, connection);
         self.admission.open(index, queue_id);
         if let Err(error) = sent {

@@ -30,7 +30,7 @@ impl Connections {
 
     /// Returns the connection at an index unless it is over.
     pub fn open(&mut self, index: u16) -> Option<&mut EngineConnection> {
-        self.get(index).filter(|connection| !connection.ending)
+        self.get(index).filter(|connection| !connection.is_over())
     }
 
     /// Returns the lowest index without a connection; none if all are taken.
@@ -52,9 +52,7 @@ impl Connections {
 
     /// Starts the sends of all connections that are not over.
     pub fn flush(&mut self, ring: &mut Ring) {
-        for connection in self.by_index.iter_mut().flatten().filter(|connection| !connection.ending) {
-            connection.stream.flush(ring);
-        }
+        self.by_index.iter_mut().flatten().for_each(|connection| connection.flush(ring));
     }
 }
 
@@ -85,7 +83,7 @@ mod tests {
         let mut connections = Connections::new();
         let (connection, _other) = connection(0);
         connections.put(0, connection);
-        connections.get(0).unwrap().ending = true;
+        connections.get(0).unwrap().end();
         assert!(connections.open(0).is_none() && connections.get(0).is_some());
         assert!(!connections.is_empty());
         assert!(connections.get(u16::MAX).is_none(), "a token may have any index");

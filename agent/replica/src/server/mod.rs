@@ -178,11 +178,10 @@ impl Server {
     fn end(&mut self, index: u16, why: impl std::fmt::Display) {
         let queue_id = self.admission.queue_id(index);
         let Some(connection) = self.connections.open(index) else { return };
-        connection.ending = true;
-        connection.stream.shutdown();
+        connection.end();
         let (generation, queue) = queue_id.map(|queue_id| (queue_id.generation, queue_id.queue)).unzip();
         let generation = generation.map(tracing::field::display);
-        tracing::info!(generation, queue, peer = connection.peer, "connection closed: {why}");
+        tracing::info!(generation, queue, peer = connection.peer(), "connection closed: {why}");
         self.slots.forget(index);
     }
 
@@ -205,11 +204,9 @@ impl Server {
     /// Removes the connection if it is over and nothing of it is in flight any more.
     fn remove_ended(&mut self, index: u16) -> bool {
         let Some(connection) = self.connections.get(index) else { return false };
-        if !connection.ending || !connection.stream.is_idle() {
+        if !connection.give_up_slots(&mut self.sent) {
             return false;
         }
-        connection.stream.abandon(&mut self.sent);
-        self.sent.extend(connection.receiving.take().map(u32::from));
         self.free_sent();
         if self.slots.held(index) > 0 {
             return false;

@@ -31,16 +31,12 @@ enum Parsed {
 impl Server {
     pub(super) fn on_received(&mut self, index: u16, completion: Completion) {
         let Some(connection) = self.connections.get(index) else { return };
-        let received = connection.stream.on_received(completion);
-        if connection.ending {
-            return;
-        }
-        connection.heard = true;
+        let Some(received) = connection.on_received(completion) else { return };
         match received {
             Ok(Received::Part) => self.arm(index),
             Ok(Received::Bytes) => self.take_requests(index, None),
             Ok(Received::Payload) => {
-                if let Some(slot) = connection.receiving.take() {
+                if let Some(slot) = connection.take_receiving() {
                     self.take_up(index, slot);
                 }
                 self.take_requests(index, None);
@@ -52,7 +48,7 @@ impl Server {
 
     fn arm(&mut self, index: u16) {
         if let Some(connection) = self.connections.get(index) {
-            connection.stream.arm(&mut self.ring);
+            connection.arm(&mut self.ring);
         }
     }
 
@@ -70,7 +66,7 @@ impl Server {
 
     fn parse(&mut self, index: u16, slot: Option<u16>) -> Parsed {
         let Some(connection) = self.connections.get(index) else { return Parsed::NoSlot };
-        if connection.ending {
+        if connection.is_over() {
             debug_assert!(slot.is_none(), "an ended connection waits for nothing");
             return Parsed::NoSlot;
         }
@@ -81,7 +77,7 @@ impl Server {
             None => return Parsed::MoreBytes,
         };
         let data_bytes = header.data_bytes() as usize;
-        let missing = (HEADER_BYTES + data_bytes).saturating_sub(connection.stream.bytes().len());
+        let missing = (HEADER_BYTES + data_bytes).saturating_sub(connection.received_bytes());
         if missing > 0 && data_bytes <= INLINE_DATA_BYTES {
             return Parsed::MoreBytes;
         }
@@ -91,8 +87,7 @@ impl Server {
         self.memory.used();
         self.executor.assign(slot, header);
         connection.take_header();
-        if data_bytes > 0 && !connection.stream.receive_into(self.executor.io().payload(slot)) {
-            connection.receiving = Some(slot);
+        if data_bytes > 0 && !connection.receive_data(slot, self.executor.io().payload(slot)) {
             return Parsed::MoreBytes;
         }
         Parsed::Ready(slot)
@@ -231,7 +226,7 @@ impl Server {
 
     pub(super) fn on_sent(&mut self, index: u16, completion: Completion) {
         let Some(connection) = self.connections.get(index) else { return };
-        let result = connection.stream.on_sent(completion, &mut self.sent);
+        let result = connection.on_sent(completion, &mut self.sent);
         self.free_sent();
         if let Err(error) = result {
             self.end(index, error);
