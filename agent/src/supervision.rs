@@ -3,6 +3,7 @@
 //! They stay two. `run` starts its children on its main thread, because they may ask for a signal at the end
 //! of their parent. They end with it. The processes of `serve` outlive it, and the next one finds them.
 
+use std::fs;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -75,9 +76,36 @@ impl Invocation<'_> {
     }
 }
 
+/// Returns the error message that a process has left in its file; none if the file is missing or blank.
+pub fn read_last_words(error_file: &Path) -> Option<String> {
+    let words = fs::read_to_string(error_file).ok()?;
+    Some(words.trim().to_owned()).filter(|words| !words.is_empty())
+}
+
+/// Describes the end of a process for people: its last words, if any, and the way in which it ended.
+pub fn describe_end(words: Option<&str>, ended: &str) -> String {
+    words.map_or_else(|| ended.to_owned(), |words| format!("{words} ({ended})"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn last_words_are_read_without_blanks_and_stand_before_the_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("error");
+        assert_eq!(read_last_words(&file), None, "the file is missing");
+        for blank in ["", " \n"] {
+            fs::write(&file, blank).unwrap();
+            assert_eq!(read_last_words(&file), None);
+        }
+        fs::write(&file, "cannot open the disk\n").unwrap();
+        let words = read_last_words(&file);
+        assert_eq!(words.as_deref(), Some("cannot open the disk"));
+        assert_eq!(describe_end(words.as_deref(), "exit status: 1"), "cannot open the disk (exit status: 1)");
+        assert_eq!(describe_end(None, "signal: 9 (SIGKILL)"), "signal: 9 (SIGKILL)");
+    }
 
     #[test]
     fn the_wait_doubles_until_the_process_was_stable() {

@@ -1,13 +1,13 @@
 //! A process of a volume: the engine or a replica.
 
 use std::fmt;
+use std::io;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::time::Instant;
-use std::{fs, io};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -18,7 +18,7 @@ use crate::descriptor_store::DescriptorStore;
 use crate::run::RunError;
 use crate::run::events::{self, Event};
 use crate::run::runtime::ProcessFiles;
-use crate::supervision::{FIRST_WAIT, Invocation, RestartBackoff};
+use crate::supervision::{FIRST_WAIT, Invocation, RestartBackoff, describe_end, read_last_words};
 
 /// The role of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,17 +177,10 @@ impl VolumeProcess {
         let reported = self.message().map(str::to_owned);
         self.running = None;
         self.status = None;
-        let words = self.words_of(status, reported);
+        let left = read_last_words(&self.files.error).or(reported);
+        let words = describe_end(left.as_deref(), &status.to_string());
         self.last_words = Some(words.clone());
         Ok(Some((status, words)))
-    }
-
-    fn words_of(&self, status: ExitStatus, reported: Option<String>) -> String {
-        let left = fs::read_to_string(&self.files.error).ok().map(|text| text.trim().to_owned());
-        match left.filter(|text| !text.is_empty()).or(reported) {
-            Some(words) => format!("{words} ({status})"),
-            None => status.to_string(),
-        }
     }
 
     /// Schedules the next start, after a pause that grows with each failure. The next start is at once if the

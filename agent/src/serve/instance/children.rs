@@ -27,7 +27,7 @@ use crate::serve::instance::process::{ORDERLY_LIMIT, end_of, request_end};
 use crate::serve::instance::{
     Backend, BackendError, InstanceId, InstancePaths, InstanceProcess, ProcessPhase, Table, program,
 };
-use crate::supervision::{Invocation, RestartBackoff};
+use crate::supervision::{Invocation, RestartBackoff, describe_end, read_last_words};
 
 /// The time limit for a process to stop. An engine writes its device back within 30 s, and ends within some
 /// seconds after that.
@@ -220,7 +220,8 @@ impl Instance {
                 self.report(InstanceProcess::only(ProcessPhase::Starting));
             }
             ProcessEnd::Badly(how) => {
-                let words = self.last_words(&how);
+                let left = read_last_words(&self.paths.error(&self.id));
+                let words = describe_end(left.as_deref(), &how);
                 tracing::warn!(instance = %self.id, ?backoff, "ended, starting it again: {words}");
                 self.report(InstanceProcess::failed(words));
             }
@@ -269,13 +270,6 @@ impl Instance {
             store.pass_to(&mut command);
         }
         command
-    }
-
-    fn last_words(&self, ended: &str) -> String {
-        match fs::read_to_string(self.paths.error(&self.id)) {
-            Ok(words) if !words.trim().is_empty() => format!("{} ({ended})", words.trim()),
-            _ => ended.to_owned(),
-        }
     }
 
     /// Ends the process: an engine by a command, if it takes one; with SIGTERM; and with SIGKILL if that does

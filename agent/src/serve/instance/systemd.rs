@@ -4,7 +4,6 @@
 //! row. The backend starts and stops the units, follows them, and retries those that systemd has given up.
 
 use std::collections::HashMap;
-use std::fs;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -22,6 +21,7 @@ use crate::serve::instance::units::{JobRemovedStream, ManagerProxy, ServiceProxy
 use crate::serve::instance::{
     Backend, BackendError, InstanceId, InstancePaths, InstanceProcess, ProcessPhase, Table,
 };
+use crate::supervision::{describe_end, read_last_words};
 
 const DESTINATION: &str = "org.freedesktop.systemd1";
 /// The time limit of a stop. It is longer than the `TimeoutStopSec=` of the units: systemd kills the process
@@ -240,22 +240,14 @@ impl Bus {
                 return Ok(InstanceProcess::only(ProcessPhase::Starting));
             }
             // The next process may have removed them already: then those of the one before do as well.
-            *words = self.last_words(id).or_else(|| words.take());
-            let message =
-                words.as_ref().map_or_else(|| result.clone(), |words| format!("{words} ({result})"));
-            return Ok(InstanceProcess::failed(message));
+            *words = read_last_words(&self.paths.error(id)).or_else(|| words.take());
+            return Ok(InstanceProcess::failed(describe_end(words.as_deref(), &result)));
         }
         if phase == ProcessPhase::Running {
             *words = None;
         }
         let pid = i32::try_from(pid).ok().filter(|pid| *pid != 0);
         Ok(InstanceProcess { phase, pid, message: None })
-    }
-
-    /// Returns the error message that the last process has left, if any.
-    fn last_words(&self, id: &InstanceId) -> Option<String> {
-        let words = fs::read_to_string(self.paths.error(id)).ok()?;
-        Some(words.trim().to_owned()).filter(|words| !words.is_empty())
     }
 }
 
