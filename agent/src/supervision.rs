@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 /// The wait before the start after the first failure.
-pub const FIRST_WAIT: Duration = Duration::from_millis(100);
+const FIRST_WAIT: Duration = Duration::from_millis(100);
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
 /// A process that has run for so long did not die of how it was started.
 const STABLE_AFTER: Duration = Duration::from_secs(10);
@@ -23,14 +23,16 @@ pub struct RestartBackoff {
 
 impl RestartBackoff {
     /// Counts an end of the process after it ran for `uptime`, and returns the wait before the next start.
-    pub fn ended(&mut self, uptime: Duration) -> Duration {
+    ///
+    /// A clean end is not a failure, unless it follows the start immediately: an engine that hands its device
+    /// over ends like that. Requests of the device wait for the next engine, which is started at once.
+    pub fn ended(&mut self, cleanly: bool, uptime: Duration) -> Duration {
+        if cleanly && uptime >= FIRST_WAIT {
+            self.failures = 0;
+            return Duration::ZERO;
+        }
         self.failures = if uptime >= STABLE_AFTER { 1 } else { self.failures.saturating_add(1) };
         FIRST_WAIT.saturating_mul(1 << (self.failures - 1).min(10)).min(LONGEST_WAIT)
-    }
-
-    /// Forgets all failures.
-    pub fn reset(&mut self) {
-        self.failures = 0;
     }
 
     /// Returns the number of failures in a row.
@@ -110,10 +112,17 @@ mod tests {
     #[test]
     fn the_wait_doubles_until_the_process_was_stable() {
         let mut backoff = RestartBackoff::default();
-        let waits_ms: Vec<u128> = (0..8).map(|_| backoff.ended(Duration::ZERO).as_millis()).collect();
+        let waits_ms: Vec<u128> = (0..8).map(|_| backoff.ended(false, Duration::ZERO).as_millis()).collect();
         assert_eq!(waits_ms, [100, 200, 400, 800, 1600, 3200, 5000, 5000]);
-        assert_eq!(backoff.ended(STABLE_AFTER), FIRST_WAIT);
-        backoff.reset();
-        assert_eq!((backoff.failures(), backoff.ended(Duration::ZERO)), (0, FIRST_WAIT));
+        assert_eq!(backoff.ended(false, STABLE_AFTER), FIRST_WAIT);
+    }
+
+    #[test]
+    fn a_clean_end_is_not_a_failure_unless_it_comes_at_once() {
+        let mut backoff = RestartBackoff::default();
+        assert_eq!(backoff.ended(true, Duration::ZERO), FIRST_WAIT);
+        assert_eq!(backoff.ended(false, Duration::ZERO), 2 * FIRST_WAIT);
+        assert_eq!(backoff.ended(true, FIRST_WAIT), Duration::ZERO);
+        assert_eq!((backoff.failures(), backoff.ended(false, Duration::ZERO)), (0, FIRST_WAIT));
     }
 }

@@ -18,7 +18,7 @@ use crate::descriptor_store::DescriptorStore;
 use crate::run::RunError;
 use crate::run::events::{self, Event};
 use crate::run::runtime::ProcessFiles;
-use crate::supervision::{FIRST_WAIT, Invocation, RestartBackoff, describe_end, read_last_words};
+use crate::supervision::{Invocation, RestartBackoff, describe_end, read_last_words};
 
 /// The role of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -187,13 +187,7 @@ impl VolumeProcess {
     /// process has ended `cleanly`, like an engine that hands its device over.
     pub fn schedule_restart(&mut self, cleanly: bool) {
         let now = Instant::now();
-        let uptime = now - self.started_at;
-        if cleanly && uptime >= FIRST_WAIT {
-            self.backoff.reset();
-            self.restart_at = Some(now);
-            return;
-        }
-        self.restart_at = Some(now + self.backoff.ended(uptime));
+        self.restart_at = Some(now + self.backoff.ended(cleanly, now - self.started_at));
     }
 
     /// Asks it to do something, if it runs.

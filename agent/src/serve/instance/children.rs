@@ -213,7 +213,7 @@ impl Instance {
 
     /// Says how the process ended, and waits a little before the next one.
     async fn pause(&mut self, started: Instant, ended: ProcessEnd) {
-        let backoff = self.backoff.ended(started.elapsed());
+        let backoff = self.backoff.ended(matches!(ended, ProcessEnd::Well), started.elapsed());
         match ended {
             ProcessEnd::Well => {
                 tracing::info!(instance = %self.id, ?backoff, "ended by itself, starting the next one");
