@@ -1,13 +1,18 @@
 //! The common parts of both supervisors of engines and replicas: `run`, and `serve` without systemd.
 //!
-//! They stay two. `run` starts its children on its main thread, because they may ask for a signal at the end
-//! of their parent. They end with it. The processes of `serve` outlive it, and the next one finds them.
+//! [`Lifecycle`] decides for both when a process is started, stopped and killed. Only its callers stay two.
+//! `run` starts its children on its main thread, because they may ask for a signal at the end of their
+//! parent. They end with it. The processes of `serve` outlive it, and the next one finds them.
+
+mod lifecycle;
 
 use std::fs;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
+
+pub use lifecycle::{EndLimits, Lifecycle, LifecycleAction, LifecycleEvent};
 
 /// The wait before the start after the first failure.
 const FIRST_WAIT: Duration = Duration::from_millis(100);

@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::fs;
+use std::future::pending;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -14,11 +15,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use shorthorn_api::v1::InstanceKind;
-use shorthorn_control::ProcessCommand;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep_until};
 
 use crate::descriptor_store::DescriptorStore;
 use crate::pid_file::Holder;
@@ -27,13 +27,13 @@ use crate::serve::instance::process::{ORDERLY_LIMIT, end_of, request_end};
 use crate::serve::instance::{
     Backend, BackendError, InstanceId, InstancePaths, InstanceProcess, ProcessPhase, Table, program,
 };
-use crate::supervision::{Invocation, RestartBackoff, describe_end, read_last_words};
+use crate::supervision::{
+    EndLimits, Invocation, Lifecycle, LifecycleAction, LifecycleEvent, describe_end, read_last_words,
+};
 
 /// The time limit for a process to stop. An engine writes its device back within 30 s, and ends within some
 /// seconds after that.
 const STOP_LIMIT: Duration = Duration::from_secs(40);
-/// And so long once it was killed. The kernel may have to give up its I/O first.
-const KILL_LIMIT: Duration = Duration::from_secs(10);
 /// Names the current boot of the host.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
@@ -71,6 +71,7 @@ impl Children {
         }
         let (stop, stopping) = watch::channel(false);
         let restart = Arc::new(Notify::new());
+        let limits = EndLimits { orderly: Some(ORDERLY_LIMIT), stop: STOP_LIMIT };
         let instance = Instance {
             id: id.clone(),
             paths: self.paths.clone(),
@@ -78,7 +79,9 @@ impl Children {
             stopping,
             restart: Arc::clone(&restart),
             store: None,
-            backoff: RestartBackoff::default(),
+            lifecycle: Lifecycle::new(limits, id.kind() == InstanceKind::Engine),
+            living: None,
+            last_end: ProcessEnd::Well,
         };
         let task = tokio::spawn(instance.run());
         runners.insert(id.clone(), Runner { stop, restart, task });
@@ -158,20 +161,42 @@ struct Instance {
     restart: Arc<Notify>,
     /// The store in which an engine leaves the sockets of its device for the next one.
     store: Option<DescriptorStore>,
-    backoff: RestartBackoff,
+    lifecycle: Lifecycle,
+    /// The process, from its start until its end was reported to the lifecycle.
+    living: Option<Living>,
+    /// The way in which the last process ended.
+    last_end: ProcessEnd,
 }
 
 /// A process that lives, or did until just now.
 struct Living {
     pid: i32,
     fd: AsyncFd<OwnedFd>,
-    holder: Option<Holder>,
+    holder: Holder,
     child: Option<Child>,
 }
 
 impl Instance {
     /// Keeps it running until it is to stop.
     async fn run(mut self) -> Result<(), BackendError> {
+        self.open_store();
+        let is_stopped = *self.stopping.borrow();
+        let mut event = if is_stopped { LifecycleEvent::Stop } else { LifecycleEvent::Start };
+        loop {
+            let action = self.lifecycle.handle(event, Instant::now().into_std());
+            if action == LifecycleAction::Finish {
+                // From here on the next agent leaves it alone.
+                self.paths.remove_runtime_files(&self.id);
+                return Ok(());
+            }
+            event = match self.carry_out(action).await? {
+                Some(event) => event,
+                None => self.next_event().await,
+            };
+        }
+    }
+
+    fn open_store(&mut self) {
         if self.id.kind() == InstanceKind::Engine {
             let store = DescriptorStore::open(&self.paths.notify(&self.id));
             let refused = |error: &io::Error| {
@@ -182,59 +207,106 @@ impl Instance {
             };
             self.store = store.inspect_err(refused).ok();
         }
-        while !*self.stopping.borrow() {
-            let started = Instant::now();
-            let ended = match self.find_or_spawn() {
-                Ok(mut living) => {
-                    self.report(InstanceProcess::with_pid(ProcessPhase::Running, living.pid));
-                    tokio::select! {
-                        biased;
-                        () = stop_requested(&mut self.stopping) => {
-                            self.report(InstanceProcess::with_pid(ProcessPhase::Stopping, living.pid));
-                            self.end(&mut living, &ProcessCommand::Stop).await?;
-                            break;
-                        }
-                        () = self.restart.notified() => {
-                            self.end(&mut living, &ProcessCommand::Handover).await?;
-                            self.report(InstanceProcess::only(ProcessPhase::Starting));
-                            continue;
-                        }
-                        ended = living.ended() => ended,
-                    }
-                }
-                Err(error) => ProcessEnd::Badly(error.to_string()),
-            };
-            self.pause(started, ended).await;
-        }
-        // From here on the next agent leaves it alone.
-        self.paths.remove_runtime_files(&self.id);
-        Ok(())
     }
 
-    /// Says how the process ended, and waits a little before the next one.
-    async fn pause(&mut self, started: Instant, ended: ProcessEnd) {
-        let backoff = self.backoff.ended(matches!(ended, ProcessEnd::Well), started.elapsed());
-        match ended {
+    /// Carries out an action, and returns the event that it causes at once, if any.
+    async fn carry_out(&mut self, action: LifecycleAction) -> Result<Option<LifecycleEvent>, BackendError> {
+        match action {
+            LifecycleAction::Wait | LifecycleAction::Finish => return Ok(None),
+            LifecycleAction::Start => return Ok(self.start()),
+            LifecycleAction::Replace => {
+                self.report(InstanceProcess::only(ProcessPhase::Starting));
+                return Ok(self.start());
+            }
+            LifecycleAction::Pause(backoff) => {
+                self.report_end(backoff);
+                return Ok(None);
+            }
+            LifecycleAction::Request(reason) => {
+                let accepted = request_end(&self.id, &self.paths, &reason.command()).await;
+                return Ok(Some(LifecycleEvent::Answered { accepted }));
+            }
+            LifecycleAction::Terminate | LifecycleAction::Kill | LifecycleAction::GiveUp => {}
+        }
+        let Some(Living { pid, holder, .. }) = &self.living else {
+            return Ok(Some(LifecycleEvent::Ended { cleanly: true }));
+        };
+        let system = |action: &str| {
+            let action = format!("{action} {pid}");
+            move |source| BackendError::System { action, source }
+        };
+        match action {
+            LifecycleAction::Terminate => holder.terminate().map_err(system("stop process"))?,
+            LifecycleAction::Kill => {
+                tracing::error!(
+                    instance = %self.id,
+                    pid,
+                    "does not stop within {STOP_LIMIT:?}: killing it"
+                );
+                holder.kill().map_err(system("kill"))?;
+            }
+            _ => return Err(BackendError::Immortal(*pid)),
+        }
+        Ok(None)
+    }
+
+    /// Waits for the next event of the process, its owner or the clock.
+    async fn next_event(&mut self) -> LifecycleEvent {
+        let (is_ending, is_stopping) = (self.lifecycle.is_ending(), self.lifecycle.is_stopping());
+        let deadline = self.lifecycle.deadline();
+        tokio::select! {
+            biased;
+            () = stop_requested(&mut self.stopping), if !is_stopping => {
+                if let Some(living) = &self.living {
+                    self.report(InstanceProcess::with_pid(ProcessPhase::Stopping, living.pid));
+                }
+                LifecycleEvent::Stop
+            }
+            // While a process ends, a request stays for the next one, which may have the former spec.
+            () = self.restart.notified(), if !is_ending => LifecycleEvent::Handover,
+            ended = end_of_process(&mut self.living) => {
+                self.living = None;
+                let cleanly = matches!(ended, ProcessEnd::Well);
+                self.last_end = ended;
+                LifecycleEvent::Ended { cleanly }
+            }
+            () = time_comes(deadline) => LifecycleEvent::Tick,
+        }
+    }
+
+    /// Says how the process ended, and that the next one starts after `backoff`.
+    fn report_end(&self, backoff: Duration) {
+        match &self.last_end {
             ProcessEnd::Well => {
                 tracing::info!(instance = %self.id, ?backoff, "ended by itself, starting the next one");
                 self.report(InstanceProcess::only(ProcessPhase::Starting));
             }
             ProcessEnd::Badly(how) => {
                 let left = read_last_words(&self.paths.error(&self.id));
-                let words = describe_end(left.as_deref(), &how);
+                let words = describe_end(left.as_deref(), how);
                 tracing::warn!(instance = %self.id, ?backoff, "ended, starting it again: {words}");
                 self.report(InstanceProcess::failed(words));
             }
-        }
-        tokio::select! {
-            () = stop_requested(&mut self.stopping) => {}
-            () = self.restart.notified() => {}
-            () = sleep(backoff) => {}
         }
     }
 
     fn report(&self, process: InstanceProcess) {
         self.table.set_process(&self.id, process);
+    }
+
+    /// Starts a process, or reports its end if that fails.
+    fn start(&mut self) -> Option<LifecycleEvent> {
+        match self.find_or_spawn() {
+            Ok(living) => {
+                self.report(InstanceProcess::with_pid(ProcessPhase::Running, living.pid));
+                self.living = Some(living);
+                None
+            }
+            Err(error) => {
+                self.last_end = ProcessEnd::Badly(error.to_string());
+                Some(LifecycleEvent::Ended { cleanly: false })
+            }
+        }
     }
 
     /// Returns the process that runs already, else a new one. If both happen at once, the new one finds the
@@ -244,7 +316,7 @@ impl Instance {
         if let Some(holder) = Holder::find(&pid_file)? {
             tracing::info!(instance = %self.id, pid = holder.pid(), "found running");
             let fd = end_of(holder.fd()?)?;
-            return Ok(Living { pid: holder.pid(), fd, holder: Some(holder), child: None });
+            return Ok(Living { pid: holder.pid(), fd, holder, child: None });
         }
         // From here on the next agent starts it, should this one be killed now.
         fs::OpenOptions::new().create(true).append(true).open(&pid_file)?;
@@ -253,7 +325,7 @@ impl Instance {
         let holder = Holder::of_child(&child)?;
         let fd = end_of(holder.fd()?)?;
         tracing::info!(instance = %self.id, pid, "started");
-        Ok(Living { pid, fd, holder: Some(holder), child: Some(child) })
+        Ok(Living { pid, fd, holder, child: Some(child) })
     }
 
     fn command(&self, pid_file: &Path) -> Command {
@@ -271,33 +343,6 @@ impl Instance {
         }
         command
     }
-
-    /// Ends the process: an engine by a command, if it takes one; with SIGTERM; and with SIGKILL if that does
-    /// not help.
-    async fn end(&self, living: &mut Living, command: &ProcessCommand) -> Result<(), BackendError> {
-        if self.id.kind() == InstanceKind::Engine
-            && request_end(&self.id, &self.paths, command).await
-            && timeout(ORDERLY_LIMIT, living.ended()).await.is_ok()
-        {
-            return Ok(());
-        }
-        let system = |source| BackendError::System { action: format!("stop process {}", living.pid), source };
-        let Some(holder) = living.holder.take() else { return Ok(()) };
-        holder.terminate().map_err(system)?;
-        if timeout(STOP_LIMIT, living.ended()).await.is_ok() {
-            return Ok(());
-        }
-        tracing::error!(
-            instance = %self.id,
-            pid = holder.pid(),
-            "does not stop within {STOP_LIMIT:?}: killing it"
-        );
-        holder
-            .kill()
-            .map_err(|source| BackendError::System { action: format!("kill {}", holder.pid()), source })?;
-        let ended = timeout(KILL_LIMIT, living.ended()).await;
-        ended.map(|_| ()).map_err(|_| BackendError::Immortal(holder.pid()))
-    }
 }
 
 /// The way in which a process ended.
@@ -311,6 +356,22 @@ enum ProcessEnd {
 /// Waits until the instance is to stop, or the sender is gone.
 async fn stop_requested(stopping: &mut watch::Receiver<bool>) {
     let _ = stopping.wait_for(|stop| *stop).await;
+}
+
+/// Waits until `deadline`; forever without one.
+async fn time_comes(deadline: Option<std::time::Instant>) {
+    match deadline {
+        Some(deadline) => sleep_until(deadline.into()).await,
+        None => pending().await,
+    }
+}
+
+/// Waits for the end of the process, and says how it was; forever without a process.
+async fn end_of_process(living: &mut Option<Living>) -> ProcessEnd {
+    match living {
+        Some(living) => living.ended().await,
+        None => pending().await,
+    }
 }
 
 impl Living {
