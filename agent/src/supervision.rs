@@ -22,7 +22,7 @@ const STABLE_AFTER: Duration = Duration::from_secs(10);
 
 /// The wait between two starts of a process, which doubles with each failure in a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RestartBackoff {
+struct RestartBackoff {
     failures: u32,
 }
 
@@ -31,7 +31,7 @@ impl RestartBackoff {
     ///
     /// A clean end is not a failure, unless it follows the start immediately: an engine that hands its device
     /// over ends like that. Requests of the device wait for the next engine, which is started at once.
-    pub fn ended(&mut self, cleanly: bool, uptime: Duration) -> Duration {
+    fn ended(&mut self, cleanly: bool, uptime: Duration) -> Duration {
         if cleanly && uptime >= FIRST_WAIT {
             self.failures = 0;
             return Duration::ZERO;
@@ -41,8 +41,7 @@ impl RestartBackoff {
     }
 
     /// Returns the number of failures in a row.
-    #[must_use]
-    pub fn failures(self) -> u32 {
+    fn failures(self) -> u32 {
         self.failures
     }
 }

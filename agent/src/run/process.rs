@@ -7,7 +7,7 @@ use std::process::{Child, Command, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::SyncSender;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -18,7 +18,12 @@ use crate::descriptor_store::DescriptorStore;
 use crate::run::RunError;
 use crate::run::events::{self, Event};
 use crate::run::runtime::ProcessFiles;
-use crate::supervision::{Invocation, RestartBackoff, describe_end, read_last_words};
+use crate::supervision::{
+    EndLimits, Invocation, Lifecycle, LifecycleAction, LifecycleEvent, describe_end, read_last_words,
+};
+
+/// The time limits for a process to stop. An engine writes its device back and flushes its replicas first.
+const LIMITS: EndLimits = EndLimits { orderly: None, stop: Duration::from_secs(60) };
 
 /// The role of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,14 +54,11 @@ pub struct VolumeProcess {
     pub status: Option<Status>,
     /// The message of the last end.
     pub last_words: Option<String>,
-    /// The failed starts, and the wait before the next one.
-    pub backoff: RestartBackoff,
-    /// The time of the next start.
-    pub restart_at: Option<Instant>,
     index: usize,
     with_parent: bool,
+    events: SyncSender<Event>,
+    lifecycle: Lifecycle,
     starts: u32,
-    started_at: Instant,
     running: Option<RunningChild>,
     /// The store in which an engine leaves the sockets of its device for the next one.
     store: Option<DescriptorStore>,
@@ -69,44 +71,109 @@ struct RunningChild {
 }
 
 impl VolumeProcess {
-    /// Creates a process that is not started yet; `index` comes back in its events.
-    pub fn new(role: Role, index: usize, files: ProcessFiles, with_parent: bool) -> VolumeProcess {
+    /// Creates a process that is not started yet; `index` comes back in its `events`.
+    pub fn new(
+        role: Role,
+        index: usize,
+        files: ProcessFiles,
+        with_parent: bool,
+        events: SyncSender<Event>,
+    ) -> VolumeProcess {
         VolumeProcess {
             role,
             files,
             status: None,
             last_words: None,
-            backoff: RestartBackoff::default(),
-            restart_at: None,
             index,
             with_parent,
+            events,
+            lifecycle: Lifecycle::new(LIMITS, role == Role::Engine),
             starts: 0,
-            started_at: Instant::now(),
             running: None,
             store: None,
         }
     }
 
-    /// Starts the process.
+    /// Starts the process for the first time.
     ///
-    /// It must be called on the main thread. A process that asks for the signal of its parent's end gets it
-    /// when the starting thread ends.
-    pub fn start(&mut self, events: &SyncSender<Event>) -> Result<(), RunError> {
-        assert!(self.running.is_none(), "the {} runs already", self.role);
+    /// It must be called on the main thread, like [`act_if_due`](Self::act_if_due). A process that asks for
+    /// the signal of its parent's end gets it when the starting thread ends.
+    pub fn start(&mut self) -> Result<(), RunError> {
+        self.handle(LifecycleEvent::Start)
+    }
+
+    /// Sends the process the command to stop for good, if it runs. An engine removes its device. The second
+    /// call kills it.
+    pub fn stop(&mut self) -> Result<(), RunError> {
+        self.handle(LifecycleEvent::Stop)
+    }
+
+    /// Starts the process again, or ends it by stronger means, if that is due.
+    ///
+    /// # Errors
+    /// [`RunError::Unclean`] if it outlives SIGKILL.
+    pub fn act_if_due(&mut self) -> Result<(), RunError> {
+        self.handle(LifecycleEvent::Tick)
+    }
+
+    /// Returns the time at which [`act_if_due`](Self::act_if_due) has something to do.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.lifecycle.deadline()
+    }
+
+    /// Returns true before the first start.
+    pub fn is_idle(&self) -> bool {
+        self.lifecycle.is_idle()
+    }
+
+    /// Returns the number of failures in a row.
+    pub fn failures(&self) -> u32 {
+        self.lifecycle.failures()
+    }
+
+    fn handle(&mut self, event: LifecycleEvent) -> Result<(), RunError> {
+        let mut next = Some(event);
+        while let Some(event) = next {
+            let action = self.lifecycle.handle(event, Instant::now());
+            next = self.carry_out(action)?;
+        }
+        Ok(())
+    }
+
+    /// Carries out an action, and returns the event that it causes at once, if any.
+    fn carry_out(&mut self, action: LifecycleAction) -> Result<Option<LifecycleEvent>, RunError> {
+        match action {
+            LifecycleAction::Wait | LifecycleAction::Pause(_) | LifecycleAction::Finish => {}
+            LifecycleAction::Start | LifecycleAction::Replace => self.spawn()?,
+            // Its start has failed.
+            _ if self.running.is_none() => return Ok(Some(LifecycleEvent::Ended { cleanly: false })),
+            LifecycleAction::Request(reason) => {
+                let accepted = self.request_end(&reason.command());
+                return Ok(Some(LifecycleEvent::Answered { accepted }));
+            }
+            LifecycleAction::Terminate => self.signal(Signal::SIGTERM)?,
+            LifecycleAction::Kill => self.signal(Signal::SIGKILL)?,
+            LifecycleAction::GiveUp => {
+                let message = format!("process {} outlives SIGKILL", self.pid().unwrap_or_default());
+                return Err(RunError::Unclean { role: self.role.to_string(), message });
+            }
+        }
+        Ok(None)
+    }
+
+    fn spawn(&mut self) -> Result<(), RunError> {
         if self.role == Role::Engine && self.store.is_none() {
             let store = DescriptorStore::open(&self.files.notify);
             self.store = Some(store.map_err(RunError::at(&self.files.notify))?);
         }
         let child = self.command().spawn().map_err(RunError::doing("cannot start a process"))?;
         self.starts += 1;
-        self.restart_at = None;
         self.status = None;
-        self.started_at = Instant::now();
         tracing::debug!(role = %self.role, pid = child.id(), "started");
         let ended = Arc::new(AtomicBool::new(false));
         let watched = Arc::clone(&ended);
         self.running = Some(RunningChild { child, ended });
-        events::watch(self.files.control.clone(), (self.index, self.starts), watched, events.clone())
+        events::watch(self.files.control.clone(), (self.index, self.starts), watched, self.events.clone())
     }
 
     fn command(&self) -> Command {
@@ -168,7 +235,8 @@ impl VolumeProcess {
         }
     }
 
-    /// Returns the exit status and a text for people, if the process has ended since the last call.
+    /// Returns the exit status and a text for people, if the process has ended since the last call. Unless it
+    /// was to stop, its next start is scheduled then.
     pub fn ended(&mut self) -> Result<Option<(ExitStatus, String)>, RunError> {
         let Some(running) = &mut self.running else { return Ok(None) };
         let status = running.child.try_wait().map_err(RunError::doing("cannot wait for a process"))?;
@@ -180,14 +248,8 @@ impl VolumeProcess {
         let left = read_last_words(&self.files.error).or(reported);
         let words = describe_end(left.as_deref(), &status.to_string());
         self.last_words = Some(words.clone());
+        self.handle(LifecycleEvent::Ended { cleanly: status.success() })?;
         Ok(Some((status, words)))
-    }
-
-    /// Schedules the next start, after a pause that grows with each failure. The next start is at once if the
-    /// process has ended `cleanly`, like an engine that hands its device over.
-    pub fn schedule_restart(&mut self, cleanly: bool) {
-        let now = Instant::now();
-        self.restart_at = Some(now + self.backoff.ended(cleanly, now - self.started_at));
     }
 
     /// Asks it to do something, if it runs.
@@ -198,26 +260,22 @@ impl VolumeProcess {
         }
     }
 
-    /// Sends the process the command to stop for good, if it runs. An engine removes its device.
-    pub fn stop(&self) -> Result<(), RunError> {
-        if self.role == Role::Engine {
-            match self.request(&ProcessCommand::Stop) {
-                Ok(()) => return Ok(()),
-                // It may just have begun, or be about to end.
-                Err(error) => {
-                    tracing::debug!(
-                        role = %self.role,
-                        %error,
-                        "the control socket takes no request to stop: sending a signal"
-                    )
-                }
-            }
+    /// Requests the process to end, and returns true if its control socket takes the request.
+    fn request_end(&self, command: &ProcessCommand) -> bool {
+        let sent = self.request(command);
+        if let Err(error) = &sent {
+            // It may just have begun, or be about to end.
+            tracing::debug!(
+                role = %self.role,
+                %error,
+                "the control socket takes no request to stop: sending a signal"
+            );
         }
-        self.signal(Signal::SIGTERM)
+        sent.is_ok()
     }
 
     /// Sends it a signal, if it runs.
-    pub fn signal(&self, signal: Signal) -> Result<(), RunError> {
+    fn signal(&self, signal: Signal) -> Result<(), RunError> {
         let Some(running) = &self.running else { return Ok(()) };
         // The process id cannot have been reused: only this process reaps it, and it has not.
         let pid = i32::try_from(running.child.id()).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));

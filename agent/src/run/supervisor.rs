@@ -1,8 +1,7 @@
 use std::path::PathBuf;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::Signal;
 use nix::sys::signalfd::SignalFd;
 use shorthorn_control::{
     EngineSpec, FrontendChoice, ProcessCommand, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Status, Unknown,
@@ -23,10 +22,6 @@ use crate::run::{RunError, dies_with_supervisor};
 /// A replica of a volume that was ready before is not waited for any longer once it has failed so often. The
 /// engine can do without it.
 const REPLICA_TRIES: u32 = 2;
-/// The time limit for a process to stop. An engine writes its device back and flushes its replicas first.
-const STOP_LIMIT: Duration = Duration::from_secs(60);
-/// And so long once it was killed: the kernel may have to give up its I/O first.
-const KILL_LIMIT: Duration = Duration::from_secs(10);
 
 /// All processes of a volume; the engine is the last.
 #[derive(Debug)]
@@ -34,7 +29,6 @@ pub struct Supervisor {
     volume: VolumeDir,
     processes: Vec<VolumeProcess>,
     events: Receiver<Event>,
-    sender: SyncSender<Event>,
     ready_limit: Duration,
     announced: bool,
 }
@@ -53,15 +47,17 @@ impl Supervisor {
         let with_parent = dies_with_supervisor(args.frontend.into());
         let mut processes = Vec::new();
         for (index, id) in volume.file().replicas.iter().copied().enumerate() {
-            let process = VolumeProcess::new(Role::Replica(id), index, runtime.replica(id), with_parent);
+            let files = runtime.replica(id);
+            let process = VolumeProcess::new(Role::Replica(id), index, files, with_parent, sender.clone());
             store_spec(&process.files.spec, &replica_spec(args, &volume, &process, id)?)?;
             processes.push(process);
         }
-        let engine = VolumeProcess::new(Role::Engine, processes.len(), runtime.engine(), with_parent);
+        let index = processes.len();
+        let engine = VolumeProcess::new(Role::Engine, index, runtime.engine(), with_parent, sender);
         store_spec(&engine.files.spec, &engine_spec(args, &volume, &engine, &processes))?;
         processes.push(engine);
         let ready_limit = Duration::from_secs(args.ready_timeout);
-        Ok(Supervisor { volume, processes, events, sender, ready_limit, announced: false })
+        Ok(Supervisor { volume, processes, events, ready_limit, announced: false })
     }
 
     /// Runs all processes until they are stopped, or cannot continue.
@@ -76,7 +72,7 @@ impl Supervisor {
         let (engine, replicas) = self.processes.split_last_mut().expect("the engine is always there");
         debug_assert_eq!(engine.role, Role::Engine);
         for replica in replicas {
-            replica.start(&self.sender)?;
+            replica.start()?;
         }
         loop {
             match self.next_event(deadline)? {
@@ -96,7 +92,7 @@ impl Supervisor {
 
     /// Returns the next event; none if an action has become due instead.
     fn next_event(&self, deadline: Instant) -> Result<Option<Event>, RunError> {
-        let due = self.processes.iter().filter_map(|process| process.restart_at);
+        let due = self.processes.iter().filter_map(VolumeProcess::deadline);
         let due = due.chain((!self.announced).then_some(deadline)).min();
         let received = match due {
             None => self.events.recv().map_err(|_| RecvTimeoutError::Disconnected),
@@ -105,7 +101,7 @@ impl Supervisor {
         match received {
             Ok(event) => Ok(Some(event)),
             Err(RecvTimeoutError::Timeout) => Ok(None),
-            // This has a sender of its own.
+            // Each process has a sender of its own.
             Err(RecvTimeoutError::Disconnected) => unreachable!("the channel of events is closed"),
         }
     }
@@ -113,22 +109,22 @@ impl Supervisor {
     fn reap(&mut self) -> Result<(), RunError> {
         let may_lose_replicas = self.volume.file().initialised;
         for process in &mut self.processes {
-            let Some((status, message)) = process.ended()? else { continue };
+            let Some((_, message)) = process.ended()? else { continue };
             let replaceable = may_lose_replicas && process.role != Role::Engine;
             if !self.announced && !replaceable {
                 return Err(RunError::Ended { role: process.role.to_string(), message });
             }
-            process.schedule_restart(status.success());
             tracing::warn!(
                 role = %process.role,
-                failures = process.backoff.failures(),
+                failures = process.failures(),
                 "ended, starting it again: {message}"
             );
         }
         Ok(())
     }
 
-    /// Has the engine leave its device to a new process, which is started when it has ended.
+    /// Has the engine leave its device to a new process, which is started when it has ended. An engine that
+    /// does not take the request continues to serve, and gets no signal.
     fn hand_over(&self) {
         let Some(engine) = self.processes.last() else { return };
         tracing::info!("a new process takes the place of the engine");
@@ -138,17 +134,12 @@ impl Supervisor {
     }
 
     fn start_due_processes(&mut self) -> Result<(), RunError> {
-        let now = Instant::now();
         for process in &mut self.processes {
-            if process.restart_at.is_some_and(|at| at <= now) {
-                process.start(&self.sender)?;
-            }
+            process.act_if_due()?;
         }
         let (engine, replicas) = self.processes.split_last_mut().expect("the engine is always there");
-        let first_start = engine.pid().is_none() && engine.restart_at.is_none();
-        let is_final =
-            |replica: &VolumeProcess| replica.serves() || replica.backoff.failures() >= REPLICA_TRIES;
-        if !first_start || !replicas.iter().all(is_final) {
+        let is_final = |replica: &VolumeProcess| replica.serves() || replica.failures() >= REPLICA_TRIES;
+        if !engine.is_idle() || !replicas.iter().all(is_final) {
             return Ok(());
         }
         if !replicas.iter().any(VolumeProcess::serves) {
@@ -166,7 +157,7 @@ impl Supervisor {
             );
             update_spec(&engine.files.spec, &EngineSpec { attach, ..load_spec(&engine.files.spec)? })?;
         }
-        engine.start(&self.sender)
+        engine.start()
     }
 
     fn announce_if_ready(&mut self) -> Result<(), RunError> {
@@ -219,29 +210,13 @@ impl Supervisor {
     }
 
     fn stop_group(&mut self, group: std::ops::Range<usize>) -> Result<(), RunError> {
+        let processes = &mut self.processes[group];
         let mut unclean = None;
-        for process in &self.processes[group.clone()] {
+        for process in &mut *processes {
             process.stop()?;
         }
-        let mut deadline = Instant::now() + STOP_LIMIT;
-        let mut killed = false;
-        while let Some(process) = self.processes[group.clone()].iter().find(|process| process.pid().is_some())
-        {
-            match self.events.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Err(_) if killed => {
-                    let message = format!("process {} outlives SIGKILL", process.pid().unwrap_or_default());
-                    return Err(RunError::Unclean { role: process.role.to_string(), message });
-                }
-                // A second request to stop: the caller does not want to wait.
-                Ok(Event::Stop) | Err(_) => {
-                    for process in &self.processes[group.clone()] {
-                        process.signal(Signal::SIGKILL)?;
-                    }
-                    (killed, deadline) = (true, Instant::now() + KILL_LIMIT);
-                }
-                Ok(Event::Child | Event::Status(..) | Event::Handover) => {}
-            }
-            for process in &mut self.processes[group.clone()] {
+        loop {
+            for process in &mut *processes {
                 if let Some((status, message)) = process.ended()? {
                     tracing::debug!(role = %process.role, "stopped");
                     let stopped = process.role == Role::Engine && status.code() == Some(STOPPED);
@@ -249,9 +224,19 @@ impl Supervisor {
                         unclean = Some(RunError::Unclean { role: process.role.to_string(), message });
                     }
                 }
+                process.act_if_due()?;
+            }
+            let Some(deadline) = processes.iter().filter_map(VolumeProcess::deadline).min() else {
+                return unclean.map_or(Ok(()), Err);
+            };
+            let wait = deadline.saturating_duration_since(Instant::now());
+            // A second request to stop: the caller does not want to wait.
+            if let Ok(Event::Stop) = self.events.recv_timeout(wait) {
+                for process in &mut *processes {
+                    process.stop()?;
+                }
             }
         }
-        unclean.map_or(Ok(()), Err)
     }
 }
 

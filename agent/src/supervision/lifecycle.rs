@@ -178,6 +178,11 @@ impl Lifecycle {
         }
     }
 
+    /// Returns true before the first start.
+    pub fn is_idle(&self) -> bool {
+        self.state == State::Idle
+    }
+
     /// Returns true from the request to stop or to hand over until the end of the process.
     pub fn is_ending(&self) -> bool {
         matches!(self.state, State::Ending { .. })
@@ -186,6 +191,11 @@ impl Lifecycle {
     /// Returns true from the request to stop until the end of the process.
     pub fn is_stopping(&self) -> bool {
         matches!(self.state, State::Ending { reason: EndReason::Stop, .. })
+    }
+
+    /// Returns the number of failures in a row.
+    pub fn failures(&self) -> u32 {
+        self.backoff.failures()
     }
 
     fn tick(&mut self, now: Instant) -> LifecycleAction {
