@@ -2,20 +2,15 @@
 
 use std::io;
 use std::path::Path;
-use std::time::Duration;
 
 use shorthorn_control::Client;
 use shorthorn_frontend::node;
 
 use crate::cli::{FrontendArg, RunArgs};
 use crate::pid_file::Holder;
-use crate::run::RunError;
 use crate::run::runtime::RuntimeDir;
 use crate::run::volume::VolumeDir;
-
-/// The time limit for a process of an earlier run to end. An engine writes its device back and flushes its
-/// replicas first.
-const STOP_LIMIT: Duration = Duration::from_secs(60);
+use crate::run::{RunError, STOP_LIMIT};
 
 /// Stops them, the engine first, as a supervisor does. If the device is in use, the engine is killed instead:
 /// then the device stays, its requests wait, and the next engine takes it over.

@@ -16,11 +16,17 @@ mod volume;
 
 pub use error::RunError;
 
+use std::time::Duration;
+
 use shorthorn_control::FrontendChoice;
 
 use crate::cli::RunArgs;
 use supervisor::Supervisor;
 use volume::VolumeDir;
+
+/// The time limit for a process to stop, also for one of an earlier run. An engine writes its device back and
+/// flushes its replicas first.
+const STOP_LIMIT: Duration = Duration::from_secs(60);
 
 /// Runs the volume until SIGTERM or SIGINT.
 pub fn run(args: &RunArgs) -> Result<(), RunError> {

@@ -7,7 +7,7 @@ use std::process::{Child, Command, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::SyncSender;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -15,15 +15,14 @@ use shorthorn_control::{Client, ControlError, EnginePhase, ProcessCommand, Repli
 use shorthorn_types::ReplicaId;
 
 use crate::descriptor_store::DescriptorStore;
-use crate::run::RunError;
 use crate::run::events::{self, Event};
 use crate::run::runtime::ProcessFiles;
+use crate::run::{RunError, STOP_LIMIT};
 use crate::supervision::{
     EndLimits, Invocation, Lifecycle, LifecycleAction, LifecycleEvent, describe_end, read_last_words,
 };
 
-/// The time limits for a process to stop. An engine writes its device back and flushes its replicas first.
-const LIMITS: EndLimits = EndLimits { orderly: None, stop: Duration::from_secs(60) };
+const LIMITS: EndLimits = EndLimits { orderly: None, stop: STOP_LIMIT };
 
 /// The role of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
