@@ -46,12 +46,7 @@ pub enum ConnectError {
     Encryption(#[from] EncryptionError),
     /// The connection cannot be made or broke.
     #[error("{action}: {source}")]
-    Io {
-        /// The action that failed.
-        action: String,
-        /// The error of the system.
-        source: io::Error,
-    },
+    Io { action: String, source: io::Error },
     /// The peer does not speak the protocol.
     #[error(transparent)]
     Frame(#[from] FrameError),
@@ -69,13 +64,11 @@ pub enum ConnectError {
     Deposed {
         /// The generation of the newer engine.
         holder: Generation,
-        /// The message of the replica.
         message: String,
     },
     /// The replica refuses this engine, or this request.
     #[error("{message} ({errno})")]
     Refused {
-        /// The message of the replica.
         message: String,
         /// The errno of the answer.
         errno: Errno,
@@ -143,7 +136,6 @@ pub struct ReplicaConnection {
     session: Option<Session>,
 }
 
-/// The direction of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum StepDirection {
     In,

@@ -84,7 +84,6 @@ struct Begun {
 }
 
 impl RequestMeter {
-    /// Returns the meter of a queue with `slots` slots.
     pub fn new(counters: Arc<QueueCounters>, slots: u16) -> RequestMeter {
         let nothing = Begun { kind: RequestKind::Read, bytes: 0, at: Instant::now() };
         RequestMeter { counters, slots: vec![nothing; usize::from(slots)].into() }

@@ -15,7 +15,7 @@ pub enum EngineError {
     /// A value in the spec can never work.
     #[error("spec of volume {volume}: {reason}")]
     BadSpec {
-        /// The volume of the spec.
+        /// See [`EngineSpec::volume`](shorthorn_control::EngineSpec::volume).
         volume: VolumeName,
         /// The setting with the bad value, and the values that are allowed.
         reason: String,
@@ -23,15 +23,15 @@ pub enum EngineError {
     /// The state file of the engine cannot be used.
     #[error("state file {path}: {source}")]
     State {
-        /// The file.
+        /// See [`EngineSpec::state_file`](shorthorn_control::EngineSpec::state_file).
         path: PathBuf,
-        /// The error of the system.
+        /// The answer of the kernel, or the reason why the content is not valid.
         source: io::Error,
     },
     /// Another engine of the volume runs on this host.
     #[error("state file {path} is locked: another engine of this volume runs on this host")]
     Running {
-        /// The file.
+        /// See [`EngineSpec::state_file`](shorthorn_control::EngineSpec::state_file).
         path: PathBuf,
     },
     /// The spec is older than the last one of this engine.
@@ -40,15 +40,15 @@ pub enum EngineError {
      date"
     )]
     Outdated {
-        /// In the spec.
+        /// The number of the attachment in the spec.
         asked: u64,
-        /// In the state file.
+        /// The number of the attachment in the state file.
         known: u64,
     },
     /// A newer engine holds the volume: this one never comes back.
     #[error("generation {generation} is fenced: generation {holder} holds the volume")]
     Deposed {
-        /// The generation of this engine.
+        /// The generation that this engine had drawn, lower than `holder`.
         generation: Generation,
         /// The generation of the newer engine.
         holder: Generation,
@@ -62,9 +62,9 @@ pub enum EngineError {
     /// A call to the system failed.
     #[error("{action}: {source}")]
     System {
-        /// The action that failed.
+        /// The step of the program, such as "starting a thread".
         action: &'static str,
-        /// The error of the system.
+        /// The answer of the kernel.
         source: io::Error,
     },
 }

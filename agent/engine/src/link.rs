@@ -409,7 +409,6 @@ impl QueueLink {
     }
 }
 
-/// Returns the peer in the token of a link.
 pub fn peer_of(token: Token) -> PeerIndex {
     u8::try_from(token.index).unwrap_or(u8::MAX)
 }

@@ -7,15 +7,15 @@ use crate::slot::SlotId;
 /// A request of the frontend that is completed with an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FailedRequest {
-    /// The slot of the request.
+    /// The slot whose next [`Output::Complete`](crate::Output::Complete) has the error.
     pub slot: SlotId,
-    /// The operation that failed.
+    /// The operation as the frontend has submitted it.
     pub operation: Operation,
-    /// About which bytes. Of a flush it is empty.
+    /// The range of the operation; empty for a flush.
     pub range: ByteRange,
     /// The errno that the frontend answers.
     pub errno: Errno,
-    /// The reason of the error.
+    /// Replicas, rot, or a volume that refuses every request.
     pub cause: Cause,
 }
 
@@ -36,7 +36,7 @@ pub enum Cause {
 pub struct Blamed(pub(crate) PeerMask);
 
 impl Blamed {
-    /// Returns each of them.
+    /// Returns the replicas in the order of their indices.
     pub fn iter(self) -> impl Iterator<Item = PeerIndex> {
         self.0.iter()
     }

@@ -64,7 +64,6 @@ enum FinalClearing {
 /// A durable set of regions that a mark clears.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ClearedSet {
-    /// The write intent.
     Intent,
     /// The members' out-of-sync set of this replica.
     OutOfSyncOf(PeerIndex),

@@ -74,7 +74,7 @@ pub(crate) enum CopyAction {
     Read,
     /// Send this operation on a part of the piece, whose data is at an offset of the buffer.
     Write { operation: Operation, range: ByteRange, buffer_offset: u32, to: PeerMask },
-    /// End the copy.
+    /// The whole range was copied, or no target is left.
     End,
 }
 
@@ -111,7 +111,6 @@ impl Copy {
         self.why
     }
 
-    /// Returns all of the range.
     pub fn range(&self) -> ByteRange {
         self.range
     }

@@ -103,25 +103,25 @@ pub type ZeroBlocks = [u64; 4];
 pub enum Event {
     /// A frontend submits a request.
     Submit {
-        /// The index of the queue.
+        /// The queue of the frontend, from 0.
         queue: u16,
         /// The kind of the request and its range.
         request: Request,
     },
     /// A replica has answered a request. The data of a read is in the slot's buffer.
     Reply {
-        /// The index of the replica.
+        /// The replica that has answered.
         peer: PeerIndex,
-        /// The slot of the request.
+        /// The slot of [`Output::Send`].
         slot: SlotId,
-        /// The result of the request.
+        /// The errno of the replica if it has failed the request.
         outcome: Result<(), Errno>,
     },
     /// A replica has answered a PING.
     Pong {
-        /// The index of the replica.
+        /// The replica that has answered.
         peer: PeerIndex,
-        /// The queue of the connection.
+        /// The queue of [`Output::Ping`].
         queue: u16,
         /// The free space of the replica's disk, in MiB; none if it is unknown.
         free_mib: Option<u32>,
@@ -129,18 +129,18 @@ pub enum Event {
     /// A replica has answered a PING with an error: it has failed for good, and answers every request with an
     /// error.
     PingFailed {
-        /// The index of the replica.
+        /// The replica that has failed.
         peer: PeerIndex,
-        /// The queue of the connection.
+        /// The queue of [`Output::Ping`].
         queue: u16,
         /// The errno of its answer.
         errno: Errno,
     },
     /// A replica has answered a proposal.
     ViewStored {
-        /// The index of the replica.
+        /// The replica that has answered.
         peer: PeerIndex,
-        /// The view that it has stored.
+        /// The id in the [`Output::Propose`] that this answers.
         view: ViewId,
     },
     /// The arbiter has granted a view.
@@ -151,15 +151,15 @@ pub enum Event {
     /// A replica outside the view was found: the core counts the regions that it misses from now on. Its
     /// index is the next one, or that of a known replica outside the view.
     Track {
-        /// The index of the replica.
+        /// The index that the replica has from now on.
         peer: PeerIndex,
-        /// The new replica.
+        /// The identity of the replica, and its place: on this host or on another.
         config: PeerConfig,
     },
     /// A tracked replica is connected on every queue. It has the data of the members except for `missing` and
     /// the regions counted meanwhile. The core rebuilds it and makes it a member.
     Rebuild {
-        /// The index of the replica.
+        /// The tracked replica.
         peer: PeerIndex,
         /// Regions that the replica lacks besides the counted ones.
         missing: Box<RegionSet>,
@@ -167,17 +167,17 @@ pub enum Event {
     /// The full copy of a replica has ended, and the replica may become a member: see
     /// [`crate::EngineCore::start_full_copy`].
     CopyEnded {
-        /// The index of the replica.
+        /// The replica that may become a member.
         peer: PeerIndex,
     },
     /// A replica that is not in the view is given up: it counts no more. Connections to it are dropped.
     Forget {
-        /// The index of the replica.
+        /// The replica that is given up.
         peer: PeerIndex,
     },
     /// A replica has answered [`Output::Mark`].
     Marked {
-        /// The index of the replica.
+        /// The replica that has answered.
         peer: PeerIndex,
         /// The number in the [`Output::Mark`] that this answers.
         mark: u32,
@@ -185,16 +185,16 @@ pub enum Event {
     /// A successful answer, like [`Event::Reply`], to the read of a copy slot, with the results of examining
     /// the data.
     CopyRead {
-        /// The index of the replica.
+        /// The replica that was read.
         peer: PeerIndex,
-        /// The slot of the copy.
+        /// A copy slot, whose buffer has the data.
         slot: SlotId,
         /// Blocks that need not be sent.
         zeroes: ZeroBlocks,
     },
     /// A replica has answered [`Operation::Verify`].
     Verified {
-        /// The index of the replica.
+        /// The replica that has answered.
         peer: PeerIndex,
         /// The slot of the comparison.
         slot: SlotId,
@@ -217,7 +217,7 @@ pub enum Event {
     SetCopyLimits(CopyLimits),
     /// A connection to a replica is lost, or its data cannot be trusted.
     Lost {
-        /// The index of the replica.
+        /// The replica, which counts as failed.
         peer: PeerIndex,
         /// The reason, for people.
         reason: String,
@@ -225,9 +225,9 @@ pub enum Event {
     /// The answer to [`Output::Drop`]: for this replica, nothing is read into or sent from the buffers of
     /// `queue` any more.
     Closed {
-        /// The index of the replica.
+        /// The replica that has no connection of this queue any more.
         peer: PeerIndex,
-        /// The index of the queue.
+        /// The queue that has closed its connection, from 0.
         queue: u16,
     },
     /// The clock advances. The shell sends this at least four times a second while requests are in flight.
@@ -274,20 +274,20 @@ pub enum DropCause {
 pub enum Output {
     /// Send the request to a replica.
     Send {
-        /// The index of the replica.
+        /// The replica that gets the request.
         peer: PeerIndex,
         /// The slot has the data of a write, or takes that of a read.
         slot: SlotId,
-        /// The operation to send.
+        /// The operation, without data: the slot's buffer has it.
         operation: Operation,
-        /// About which bytes.
+        /// The range of the operation; empty for a flush.
         range: ByteRange,
         /// The offset of the data in the slot's buffer. It is 0 except for parts of a copy.
         buffer_offset: u32,
     },
     /// Tell the frontend that its request is done. The slot is free.
     Complete {
-        /// The slot of the request.
+        /// The slot of [`Event::Submit`].
         slot: SlotId,
         /// The result for the frontend.
         outcome: Result<(), Errno>,
@@ -296,14 +296,14 @@ pub enum Output {
     Failed(FailedRequest),
     /// Send a PING.
     Ping {
-        /// To which replica.
+        /// The replica that has to answer with [`Event::Pong`].
         peer: PeerIndex,
-        /// The queue of the connection.
+        /// The queue over whose connection the PING is sent.
         queue: u16,
     },
     /// Send a proposed view.
     Propose {
-        /// To which replica.
+        /// The replica that has to answer with [`Event::ViewStored`].
         peer: PeerIndex,
         /// The proposed view, with the number that it would get.
         view: Box<View>,
@@ -312,7 +312,7 @@ pub enum Output {
     },
     /// Tells a replica that the view is committed.
     Commit {
-        /// The index of the replica.
+        /// A replica that answers the engine, in the view or not.
         peer: PeerIndex,
         /// The view that members and quorums have stored.
         view: Box<View>,
@@ -328,11 +328,11 @@ pub enum Output {
     },
     /// Have a replica change one of its sets of regions.
     Mark {
-        /// The index of the replica.
+        /// The replica that has to answer with [`Event::Marked`].
         peer: PeerIndex,
         /// Number to be given back in [`Event::Marked`].
         mark: u32,
-        /// The change to make.
+        /// The set, the action and the regions.
         change: MarkRegions,
     },
     /// The members are equal everywhere: nothing waits for that any more.
@@ -346,12 +346,12 @@ pub enum Output {
     },
     /// A rebuilt replica is in the view.
     Rebuilt {
-        /// The index of the replica.
+        /// The new member.
         peer: PeerIndex,
     },
     /// A scrub has found members that differ.
     ScrubFound {
-        /// The range of the volume.
+        /// The compared range, in bytes of the volume.
         range: ByteRange,
         /// The replicas that differ from the majority, or all members if no majority exists.
         odd: Vec<PeerIndex>,
@@ -360,7 +360,7 @@ pub enum Output {
     },
     /// The checksums of a member show that its data differs from the data that was stored.
     RotFound {
-        /// The index of the replica.
+        /// The member with the rot.
         peer: PeerIndex,
         /// The range that contains the rot.
         range: ByteRange,
@@ -372,7 +372,7 @@ pub enum Output {
     ScrubDone,
     /// Close every connection to a replica that has failed; [`Event::Closed`] follows for each queue.
     Drop {
-        /// The index of the replica.
+        /// The replica that the core does not use any more.
         peer: PeerIndex,
         /// The reason, for people.
         reason: String,
@@ -382,7 +382,7 @@ pub enum Output {
     /// A member is late, and the volume waits for it, because the others cannot continue without it. The core
     /// reports this once, and again if `is_silent` changes.
     Awaited {
-        /// The index of the replica.
+        /// The member that is late.
         peer: PeerIndex,
         /// The time for which it has owed the answer.
         late_ms: u64,
@@ -391,12 +391,12 @@ pub enum Output {
     },
     /// A member that was [awaited](Output::Awaited) has answered.
     Prompt {
-        /// The index of the replica.
+        /// The member that has answered.
         peer: PeerIndex,
     },
-    /// The view has changed.
+    /// A proposed view is committed and in use now.
     ViewChanged {
-        /// The new view.
+        /// The committed view.
         view: Box<View>,
     },
     /// The engine has lost its quorum and acknowledges and reads nothing any more. It has to start again.

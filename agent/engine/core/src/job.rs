@@ -69,7 +69,6 @@ impl Jobs {
         self.jobs[..others].iter().find(|(_, job)| matches!(job, Job::Idle)).map(|(slot, _)| *slot)
     }
 
-    /// Returns the slot for resyncs.
     pub fn free_for_resync(&self) -> Option<SlotId> {
         self.jobs.last().filter(|(_, job)| matches!(job, Job::Idle)).map(|(slot, _)| *slot)
     }

@@ -36,7 +36,6 @@ impl PeerMask {
         self.0.count_ones() == 1
     }
 
-    /// Returns the peers in both masks.
     pub fn and(self, other: PeerMask) -> PeerMask {
         PeerMask(self.0 & other.0)
     }
@@ -151,7 +150,7 @@ impl Membership {
         membership
     }
 
-    /// Returns the current view.
+    /// Returns the view that was committed last.
     #[must_use]
     pub fn view(&self) -> View {
         self.view

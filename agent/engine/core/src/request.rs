@@ -37,7 +37,7 @@ pub enum Operation {
 pub struct Request {
     /// Index of the slot in its queue, and of its buffer in the queue's arena.
     pub slot: u16,
-    /// The requested operation.
+    /// The operation, without data: the slot's buffer has it.
     pub operation: Operation,
     /// The range of the volume. Checked by the frontend against the volume's size; at most
     /// [`shorthorn_types::limits::MAX_IO_BYTES`] of data and [`shorthorn_types::limits::MAX_ZERO_BYTES`] of

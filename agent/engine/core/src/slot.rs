@@ -9,7 +9,7 @@ use crate::request::{Operation, Request};
 /// The id of one slot of one queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SlotId {
-    /// The index of the queue.
+    /// The queue, from 0. Copy slots belong to queue 0.
     pub queue: u16,
     /// The index of the slot in the queue.
     pub slot: u16,
@@ -317,7 +317,6 @@ impl Slots {
         index.map(usize::from)
     }
 
-    /// Returns the slots for copies.
     pub fn copies(&self) -> impl Iterator<Item = SlotId> + use<> {
         (self.depth..self.depth + self.copy_slots).map(|slot| SlotId { queue: 0, slot })
     }

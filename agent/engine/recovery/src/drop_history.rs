@@ -57,7 +57,7 @@ const LONGEST_BREAK_PAUSE: Duration = Duration::from_secs(10);
 /// The time for which a replica stays out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RebuildDelay {
-    /// For so long.
+    /// The rebuild begins after this time.
     For(Duration),
     /// The replica stays out until an operator clears that.
     Out,

@@ -37,7 +37,7 @@ struct ReachedReplica {
     run: u64,
     /// The number of failures in a row.
     failures: u32,
-    /// In which part of an attempt it has failed last.
+    /// The part of an attempt in which it has failed last.
     part: AttemptPart,
     /// The description of the last failure.
     reason: String,

@@ -89,7 +89,6 @@ mod tests {
     use super::*;
     use crate::serving::Address;
 
-    /// The answer of a member.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     enum MemberAnswer {
         Rotten,

@@ -40,7 +40,7 @@ pub trait ReplicaRebuild {
     /// Returns the engine whose replica is rebuilt.
     fn engine(&self) -> &Self::Engine;
 
-    /// Returns the number of its replica.
+    /// Returns the index of the replica in the core.
     fn peer(&self) -> PeerIndex;
 
     /// Returns true if it has to end. It is asked between the steps of something long.
@@ -247,7 +247,7 @@ impl<C: ReplicaRebuild> RebuildAttempt<'_, C> {
         source.ok_or(RebuildError::NotYet("no member can be the source of the copy"))
     }
 
-    /// The members.
+    /// Returns the members that the copy may be read from.
     fn sources(&self) -> Result<Vec<Source>, RebuildError<Error<C>>> {
         let members = members(self.engine).ok_or(RebuildError::Ended)?;
         self.read_core(|core| {

@@ -19,7 +19,6 @@ pub(super) struct Scrubs<S> {
     differences: Differences,
 }
 
-/// The phase of the current scrub.
 #[derive(Debug)]
 enum ScrubPhase<S> {
     /// No scrub is running.

@@ -23,7 +23,6 @@ struct PieceState {
     next_rot: u32,
 }
 
-/// The course of a scrub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Course {
     /// No repair is made, or none succeeds.

@@ -14,16 +14,16 @@ pub enum RebuildError<E> {
     NotYet(&'static str),
     /// A request has failed.
     Failed {
-        /// The purpose of the request.
+        /// The step of the rebuild, such as "ending a copy".
         doing: &'static str,
         /// The error of the replica.
         error: E,
     },
     /// A request to the member that is read to make a copy has failed.
     SourceFailed {
-        /// The member.
+        /// The member that the copy is read from.
         source: ReplicaId,
-        /// The purpose of the request.
+        /// The step of the rebuild, such as "ending a copy".
         doing: &'static str,
         /// The error of the member.
         error: E,
@@ -31,7 +31,7 @@ pub enum RebuildError<E> {
     /// A member cannot read a block of a snapshot, and no other member has it sound. Another attempt may read
     /// it.
     Unread {
-        /// The id of that member.
+        /// The member that cannot read the block.
         member: ReplicaId,
         /// The block, in the snapshot.
         range: ByteRange,

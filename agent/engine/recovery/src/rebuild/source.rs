@@ -7,7 +7,7 @@ use crate::serving::Address;
 /// A member that is read to make a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Source {
-    /// The member.
+    /// The number and the id of the member.
     pub address: Address,
     /// True if it has failed as the source of an earlier attempt.
     pub has_failed: bool,
