@@ -62,7 +62,7 @@ pub enum ReplicaError {
     /// The saved state is damaged, or of a newer version.
     #[error("{}/shorthorn.state: {source}: written by a newer version, or damaged", directory.display())]
     State {
-        /// The replica's directory.
+        /// The directory with `shorthorn.state`.
         directory: PathBuf,
         /// The error of the parser.
         source: serde_json::Error,
@@ -84,19 +84,19 @@ pub enum ReplicaError {
         "{length_bytes} bytes at {offset_bytes} are not a piece of a layer: the engine has another version"
     )]
     NoPiece {
-        /// The requested first byte.
+        /// The first requested byte, from the start of the layer.
         offset_bytes: u64,
-        /// The requested length.
+        /// The requested length in bytes.
         length_bytes: u32,
     },
     /// Sums for pieces that a layer does not have.
     #[error("{count} sums from piece {first_piece} on do not fit {image}: the replicas have other layers")]
     Sums {
-        /// The image of the layer.
+        /// Name of the layer's image.
         image: String,
         /// Index of the first piece in the request, from 0.
         first_piece: u32,
-        /// The number of them.
+        /// The number of sums in the request.
         count: usize,
     },
     /// The record of the blocks that are lost cannot be read.
@@ -140,9 +140,9 @@ pub enum ReplicaError {
     /// The system refuses a resource that the process needs.
     #[error("cannot {action}: {source}")]
     System {
-        /// The purpose of the resource.
+        /// The step of the program, such as "start a thread".
         action: &'static str,
-        /// The error of the system.
+        /// The answer of the kernel.
         source: io::Error,
     },
     /// The replica has failed, the failure is recorded on its disk, and no engine is connected any more. The

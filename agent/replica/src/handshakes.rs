@@ -65,7 +65,6 @@ impl<S> EngineHandshakes<S> {
         (id, evicted)
     }
 
-    /// Ends the handshake.
     pub fn end(&mut self, id: u64) {
         self.running.retain(|one| one.id != id);
     }

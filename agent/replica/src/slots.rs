@@ -107,7 +107,6 @@ impl Slots {
         self.uses[usize::from(slot)].connection
     }
 
-    /// Returns the number of slots of `connection`.
     pub fn held(&self, connection: u16) -> u16 {
         self.held[usize::from(connection)]
     }

@@ -31,7 +31,7 @@ impl Owner {
     }
 }
 
-/// The saved state.
+/// The state that `shorthorn.state` holds.
 #[derive(Debug, Serialize, Deserialize)]
 struct SavedViews {
     volume: VolumeName,

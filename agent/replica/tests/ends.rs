@@ -98,7 +98,6 @@ impl RecordBlocked {
         self.paths.iter().for_each(|path| fs::remove_dir(path).unwrap());
     }
 
-    /// Restores the record.
     fn restore(&self) {
         self.end();
         fs::write(&self.paths[0], &self.record).unwrap();

@@ -3,7 +3,6 @@
 
 use crate::error::ChainError;
 
-/// The field.
 const FIELD: &str = "ShorthornCheck";
 
 /// Returns the document of an object with at least one field, which ends in `}` and a newline, with a check
@@ -36,7 +35,6 @@ pub fn without_check(name: &str, bytes: &[u8]) -> Result<Vec<u8>, ChainError> {
     if with_check(document.clone()) == bytes { Ok(document) } else { Err(wrong()) }
 }
 
-/// The end of a document.
 const END: &[u8] = b"}\n";
 
 fn field(document: &[u8]) -> String {

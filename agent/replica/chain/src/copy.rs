@@ -14,7 +14,7 @@ use crate::step::{FileStep, document_steps};
 /// A layer as another replica has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CopyLayer {
-    /// The image of the layer.
+    /// Name of the image, which the copy gets too.
     pub image: ImageName,
     /// The content of the document beside the image, which is taken over unchanged.
     pub meta: Vec<u8>,

@@ -17,7 +17,7 @@ pub enum ChainError {
     Check {
         /// Name of the document whose check is wrong.
         name: String,
-        /// The field that the check is in.
+        /// `ShorthornCheck`, the last field of the document.
         field: &'static str,
     },
     /// The directory has no `volume.meta`.
@@ -59,7 +59,7 @@ pub enum ChainError {
         field: &'static str,
         /// The bad value.
         value: String,
-        /// The feature.
+        /// The unsupported feature, such as "a backing image".
         what: &'static str,
     },
     /// The replica lacks data.
@@ -71,7 +71,7 @@ pub enum ChainError {
     /// The layers of another replica cannot be copied.
     #[error("the layers to copy do not form a chain: {reason}; nothing was changed")]
     CopyList {
-        /// The problem with them.
+        /// The first violated rule, in words.
         reason: String,
     },
     /// A file ends in `.meta` but belongs to no image.
@@ -88,7 +88,7 @@ pub enum ChainError {
         "{image} is missing, but {needed_by} needs it; restore it, or rebuild the replica from another one"
     )]
     MissingImage {
-        /// The missing file.
+        /// Name of the image file that the chain lacks.
         image: String,
         /// The document that names the image.
         needed_by: String,
@@ -100,7 +100,7 @@ pub enum ChainError {
          a purge was running, rename {parent} to {image}; else rebuild the replica from another one"
     )]
     AmbiguousFold {
-        /// The missing file.
+        /// Name of the image file that the chain lacks.
         image: String,
         /// The document that names the image.
         needed_by: String,
@@ -112,7 +112,7 @@ pub enum ChainError {
         "{meta} is missing, but {needed_by} needs it; restore it, or rebuild the replica from another one"
     )]
     MissingMeta {
-        /// The missing file.
+        /// Name of the document that the chain lacks.
         meta: String,
         /// The document that names the image.
         needed_by: String,
@@ -151,7 +151,7 @@ pub enum ChainError {
         size_bytes: u64,
         /// The layer above.
         child: String,
-        /// The size of that.
+        /// The apparent size of `child` in bytes.
         child_bytes: u64,
     },
     /// A layer is smaller than the one above it and nothing says that the volume was expanded between.
@@ -167,7 +167,7 @@ pub enum ChainError {
         size_bytes: u64,
         /// The layer above.
         child: String,
-        /// The size of that.
+        /// The apparent size of `child` in bytes.
         child_bytes: u64,
     },
     /// An image's size is not a multiple of 4096.
@@ -199,7 +199,7 @@ pub enum ChainError {
     /// The chain has a snapshot of this name already.
     #[error("snapshot '{0}' exists already")]
     SnapshotExists(String),
-    /// The chain has no snapshot of this name.
+    /// A snapshot of this name does not exist.
     #[error("no snapshot '{0}'")]
     NoSnapshot(String),
     /// The snapshot was removed; its content is no longer kept.
@@ -225,9 +225,9 @@ pub enum ChainError {
     /// A volume only grows.
     #[error("the volume has {size_bytes} bytes and cannot get {wanted_bytes}: a volume only grows")]
     Shrink {
-        /// The size now.
+        /// The size of the volume in bytes.
         size_bytes: u64,
-        /// The size asked for.
+        /// The requested size in bytes.
         wanted_bytes: u64,
     },
     /// A size that no volume can have.

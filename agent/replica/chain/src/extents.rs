@@ -36,7 +36,7 @@ impl FileIndex {
 
 /// Supplies the data extents of the chain's files.
 pub trait ExtentSource {
-    /// The error of the source.
+    /// The reason why a file cannot be examined.
     type Error;
 
     /// Calls `found` for every run of bytes in `range` for which `file` holds data, in ascending order.

@@ -29,9 +29,9 @@ pub struct MetaFacts {
 pub struct DirectoryFacts {
     /// The content of `volume.meta`.
     pub volume_meta: Option<Vec<u8>>,
-    /// All images.
+    /// Every image file by its name, in the chain or not.
     pub images: BTreeMap<ImageName, ImageFacts>,
-    /// All documents of images.
+    /// Every document, by the name of the image that it describes.
     pub metas: BTreeMap<ImageName, MetaFacts>,
     /// Names of documents that were being written.
     pub temps: Vec<String>,

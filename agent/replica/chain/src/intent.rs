@@ -14,7 +14,7 @@ use crate::names::INTENT_FILE;
 /// A file and which one it was.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRef {
-    /// The name of the file.
+    /// Name in the directory of the replica.
     pub name: String,
     /// Inode of the file when the operation began.
     pub inode: u64,
@@ -38,7 +38,7 @@ pub enum OperationIntent {
     Expand {
         /// The head that grows.
         head: FileRef,
-        /// The new size.
+        /// The size in bytes that volume and head get.
         size_bytes: u64,
     },
     /// A layer was folded into its parent, and takes the place of the layer when it gets its name.

@@ -46,7 +46,7 @@ impl ImageName {
         ImageKind::of(name).map(|_| ImageName(name.to_owned()))
     }
 
-    /// Returns the head with this number.
+    /// Returns `volume-head-NUMBER.img`, with three digits at least.
     #[must_use]
     pub fn head(number: u32) -> ImageName {
         ImageName(format!("{HEAD_PREFIX}{number:03}{IMAGE_SUFFIX}"))

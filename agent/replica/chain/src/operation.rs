@@ -49,7 +49,7 @@ pub struct NewSnapshot {
     pub name: SnapshotName,
     /// True if a user wants it, rather than the system.
     pub user_created: bool,
-    /// The labels of the snapshot.
+    /// Stored in the document of the image.
     pub labels: BTreeMap<String, String>,
     /// The time of creation, RFC 3339 in UTC.
     pub created: String,

@@ -27,14 +27,14 @@ pub enum FileStep {
     Rename {
         /// The old name.
         from: String,
-        /// The new name.
+        /// The new name, which another file may have until then.
         to: String,
     },
     /// Gives a file a second name.
     Link {
-        /// The name that it has.
+        /// The first name, which the file keeps.
         from: String,
-        /// The name that it gets.
+        /// The second name.
         to: String,
     },
     /// Removes the name, if it exists.
@@ -48,14 +48,14 @@ pub enum FileStep {
     CreateSparse {
         /// Name that the new file gets.
         name: String,
-        /// The size in bytes.
+        /// The apparent size; the whole file is a hole.
         size_bytes: u64,
     },
     /// Makes a file longer; the added part is a hole.
     Grow {
         /// Name in the directory of the replica.
         name: String,
-        /// The new size in bytes.
+        /// The size afterwards in bytes.
         size_bytes: u64,
     },
     /// Copies every block that `from` holds over the same block of `into`.

@@ -12,7 +12,7 @@ use crate::steps::{Disk, DurableStep, Fault, is_final};
 pub struct StoredFiles {
     /// The identity in the spec, which the files must confirm.
     pub me: ReplicaId,
-    /// The stored views.
+    /// The generation and the views that the replica had stored.
     pub views: ReplicaViews,
     /// The division of the volume into regions.
     pub regions: Regions,

@@ -51,7 +51,7 @@ pub trait Disk {
 
 /// The error of a step.
 pub trait Fault: fmt::Display {
-    /// Returns the errno of it.
+    /// Returns the errno, which decides if the failure is final: see [`is_final`].
     fn errno(&self) -> Errno;
 }
 

@@ -37,7 +37,6 @@ const FORMAT: u32 = 1;
 /// No set is written so often: a page that says so would leave no number for the next write.
 const VERSION_MAX: u64 = u64::MAX / 2;
 
-/// The bits of a page.
 pub(crate) type Bits = [u64; PAGE_WORDS];
 
 /// The variable fields of the header of a page.
@@ -78,7 +77,6 @@ pub enum PageDamage {
 }
 
 impl PageHeader {
-    /// Encodes the page with `bits`.
     pub fn encode(&self, bits: &Bits, out: &mut [u8; PAGE_BYTES]) {
         out[..HEADER_BYTES].fill(0);
         out[0..8].copy_from_slice(MAGIC);

@@ -151,7 +151,6 @@ impl PagedSet {
         self.stamp
     }
 
-    /// Forgets the stamp.
     pub fn forget_stamp(&mut self) {
         self.stamp = None;
     }

@@ -117,11 +117,11 @@ impl NewSet {
 pub struct PageWrite<'a> {
     /// The index of the write, below [`PAGE_WRITES_MAX`]: for [`WriteIntentLog::end_write`].
     pub slot: u8,
-    /// The set of the page.
+    /// The set whose file is written.
     pub key: SetKey,
     /// Number of the page: its place in the file, in units of [`PAGE_BYTES`].
     pub page: u32,
-    /// The bytes to write.
+    /// The page with its header.
     pub bytes: &'a [u8; PAGE_BYTES],
 }
 

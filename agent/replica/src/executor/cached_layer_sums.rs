@@ -13,7 +13,6 @@ const _: () = assert!(PIECE_BYTES as u64 == SUM_PIECE_BYTES);
 /// The sums of the layer that is being looked at. One layer at a time, so that they take little memory.
 #[derive(Debug, Default)]
 pub(super) struct CachedLayerSums {
-    /// The sums that are kept.
     kept: Option<(String, Option<LayerSums>)>,
     /// The sums to keep, as far as received; none if the layer is too large for that.
     received: Option<(String, Option<LayerSums>)>,

@@ -122,7 +122,6 @@ impl Executor {
         self.io.assign(slot, header);
     }
 
-    /// Frees the slot.
     pub fn free(&mut self, slot: u16) {
         self.io.free(slot);
     }

@@ -49,7 +49,6 @@ impl RegionSets {
         self.files.find(key).is_some()
     }
 
-    /// Sets the file of a set.
     pub fn put_file(&mut self, key: SetKey, file: RegionFile) {
         self.files.put(key, file);
     }

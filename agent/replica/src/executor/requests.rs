@@ -63,7 +63,6 @@ impl Requests {
         blocks
     }
 
-    /// Frees the slot.
     pub fn free(&mut self, slot: u16) {
         self.end_check(slot);
         self.works[usize::from(slot)] = NOTHING;

@@ -32,7 +32,7 @@ impl SetFiles {
         self.files.iter().find(|(of, _)| *of == key).map(|(_, file)| file)
     }
 
-    /// Sets the file of a set.
+    /// Adds the file of a set, or replaces it.
     pub fn put(&mut self, key: SetKey, file: RegionFile) {
         self.remove(key);
         self.files.push((key, file));

@@ -191,7 +191,6 @@ impl SumPages {
         state == State::Writing
     }
 
-    /// Forgets all pages.
     pub fn forget(&mut self) {
         self.by_number.clear();
         for entry in &mut self.entries {

@@ -75,7 +75,7 @@ impl ZeroJobs {
         self.jobs.iter_mut().for_each(|job| job.is_void = true);
     }
 
-    /// Ends the job.
+    /// Makes the job free for other requests.
     pub fn end(&mut self, index: u8) {
         self.job(index).slot = None;
     }
@@ -88,7 +88,7 @@ impl ZeroJobs {
 }
 
 impl ZeroJob {
-    /// Returns the slot of the job.
+    /// Returns the slot of the request; none if the job is free.
     pub fn slot(&self) -> Option<u16> {
         self.slot
     }

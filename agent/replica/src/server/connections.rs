@@ -18,7 +18,7 @@ impl Connections {
         Connections { by_index }
     }
 
-    /// Returns all indices.
+    /// Returns the indices of all connections that may exist.
     pub fn indices(&self) -> impl Iterator<Item = u16> + use<> {
         0..u16::try_from(CONNECTIONS_MAX).unwrap_or(u16::MAX)
     }

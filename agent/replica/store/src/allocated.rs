@@ -1,4 +1,4 @@
-//! In which regions of the volume any layer has data.
+//! The regions of the volume in which any layer has data.
 
 use shorthorn_types::{ByteRange, RUNS_PER_MARK_MAX, RegionSet, Regions};
 

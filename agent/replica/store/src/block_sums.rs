@@ -93,7 +93,7 @@ impl SumPage {
         self.0.get(block).copied().filter(|sum| *sum != SUM_UNKNOWN)
     }
 
-    /// Sets the sum of a block.
+    /// Sets the sum of a block. Blocks beyond the page are left out.
     pub fn set(&mut self, block: usize, sum: u32) {
         if let Some(entry) = self.0.get_mut(block) {
             *entry = sum;
@@ -106,7 +106,7 @@ impl SumPage {
         self.0.iter().all(|sum| *sum == SUM_UNKNOWN)
     }
 
-    /// Clears all sums.
+    /// Makes the sums of all blocks unknown.
     pub fn clear(&mut self) {
         self.0.fill(SUM_UNKNOWN);
     }

@@ -60,7 +60,6 @@ enum BootFile {
     /// The file does not exist.
     Nothing,
     Boot(Boot),
-    /// The file is damaged.
     Damaged,
 }
 

@@ -113,7 +113,6 @@ impl CopyRecord {
         self.done.split_last().map_or(&[][..], |(_, snapshots)| snapshots)
     }
 
-    /// Records that a layer is complete.
     pub(crate) fn complete(&mut self, layer: usize, directory: &Directory) -> Result<()> {
         self.done[layer] = true;
         self.save(directory)
@@ -238,7 +237,6 @@ impl CopyRecord {
         Ok(CopyRecord { list, prepared: record.prepared, done: record.done, epoch: record.epoch })
     }
 
-    /// Stores the record.
     pub(crate) fn save(&self, directory: &Directory) -> Result<()> {
         let mut bytes = serde_json::to_vec(&self.record())
             .map_err(|error| StoreError::io("write", directory.path_of(COPY_FILE), error))?;

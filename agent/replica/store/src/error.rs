@@ -15,7 +15,7 @@ pub enum StoreError {
     /// The system refused a call.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
-        /// The action that failed.
+        /// The verb of the call, such as "open".
         action: &'static str,
         /// Path of the file or directory of the failed call.
         path: PathBuf,
@@ -41,7 +41,7 @@ pub enum StoreError {
     Chain {
         /// The replica's directory.
         directory: PathBuf,
-        /// The problem.
+        /// The first problem that was found.
         source: ChainError,
     },
     /// The volume cannot serve the range.
@@ -69,7 +69,7 @@ pub enum StoreError {
     AllocationUnit {
         /// The replica's directory.
         directory: PathBuf,
-        /// The size of its blocks.
+        /// The bytes that a write of 4096 allocates.
         unit_bytes: u64,
     },
     /// The file system allocates less than a block at a time.
@@ -81,7 +81,7 @@ pub enum StoreError {
     SmallAllocationUnit {
         /// The replica's directory.
         directory: PathBuf,
-        /// The size of its blocks.
+        /// The size of its blocks in bytes.
         unit_bytes: u64,
     },
     /// The directory has a replica already.
@@ -92,7 +92,7 @@ pub enum StoreError {
     NotEmpty {
         /// The directory with the other files.
         directory: PathBuf,
-        /// An entry of the directory.
+        /// The first other file or directory that was found.
         entry: String,
     },
     /// The directory belongs to a volume with another secret.
@@ -110,7 +110,7 @@ pub enum StoreError {
     FingerprintDamaged {
         /// Path of `shorthorn.fingerprint`.
         path: PathBuf,
-        /// The damage.
+        /// The reason why the file cannot be read as a fingerprint.
         reason: String,
     },
     /// Our own state cannot be read.
@@ -121,7 +121,7 @@ pub enum StoreError {
     StateDamaged {
         /// Path of the file that has the state.
         path: PathBuf,
-        /// The damage.
+        /// The reason why the file cannot be read as a state.
         reason: String,
     },
     /// A newer version has written the record of an unfinished copy.

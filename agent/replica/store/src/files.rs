@@ -100,7 +100,6 @@ impl Files {
         self.get(index).as_fd()
     }
 
-    /// Returns the indices of all files.
     pub fn indices(&self) -> impl Iterator<Item = FileIndex> + '_ {
         let open = (0u8..).zip(&self.slots).filter(|(_, slot)| slot.is_some());
         open.filter_map(|(slot, _)| FileIndex::new(slot))

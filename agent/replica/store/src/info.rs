@@ -63,7 +63,7 @@ pub struct LayerInfo {
 /// A snapshot, in the chain or on a side branch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct SnapshotInfo {
-    /// The name of the snapshot.
+    /// The name without `volume-snap-` and `.img`.
     pub name: String,
     /// The snapshot below it.
     pub parent: Option<String>,
@@ -75,7 +75,7 @@ pub struct SnapshotInfo {
     pub removed: bool,
     /// The time of creation, RFC 3339.
     pub created: String,
-    /// The labels of the snapshot.
+    /// Read from the document of the image; empty if it has none.
     pub labels: BTreeMap<String, String>,
     /// The size of the volume that it shows.
     pub size_bytes: u64,

@@ -41,7 +41,7 @@ pub struct Inspection {
 /// `volume.meta`.
 #[derive(Clone, Debug, Serialize)]
 pub struct InspectedVolume {
-    /// The size of the volume.
+    /// `Size` in the document, in bytes.
     pub size_bytes: i64,
     /// The head's file.
     pub head: String,
@@ -76,7 +76,7 @@ pub struct InspectedLayer {
     pub removed: bool,
     /// The time of creation, RFC 3339.
     pub created: String,
-    /// The labels of the snapshot.
+    /// Read from the document of the image; empty if it has none.
     pub labels: BTreeMap<String, String>,
 }
 
@@ -112,7 +112,7 @@ fn number_or_zero<S: Serializer>(number: &Option<u64>, serializer: S) -> Result<
 /// The state that Shorthorn keeps beside the volume.
 #[derive(Clone, Debug, Serialize)]
 pub struct OwnState {
-    /// The status of the saved state.
+    /// Current, unless the state is missing, outdated or damaged.
     pub status: SavedStatus,
     /// The length of the saved state.
     pub length_bytes: usize,
@@ -134,7 +134,7 @@ pub struct OwnState {
 /// A problem of the directory.
 #[derive(Clone, Debug, Serialize)]
 pub struct Problem {
-    /// The severity of the problem.
+    /// Decides if the directory can be opened.
     pub severity: Severity,
     /// The problem, its place, and the remedy.
     pub message: String,

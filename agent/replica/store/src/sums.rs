@@ -54,7 +54,7 @@ pub struct LayerSums {
 pub enum FoundSums {
     /// The layer has no sums, or those of a former file of this name.
     None,
-    /// The layer has these sums.
+    /// The sums of this very file.
     Kept(LayerSums),
     /// A file that is not as it was written, and why not.
     Damaged(String),

@@ -24,7 +24,6 @@ pub(crate) struct Modification<'a> {
 }
 
 impl<'a> Modification<'a> {
-    /// The modification in the slot.
     pub fn new(slot: u16, io: &'a RequestIo) -> Modification<'a> {
         Modification { slot, io }
     }
