@@ -31,19 +31,13 @@ pub enum PidFileError {
     /// Another process has it.
     #[error("{path} is locked by process {pid}: stop that process first")]
     Held {
-        /// The file.
         path: PathBuf,
         /// The holder's process id.
         pid: i32,
     },
     /// The file cannot be opened, locked or written.
     #[error("{path}: {source}")]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The error of the system.
-        source: io::Error,
-    },
+    Io { path: PathBuf, source: io::Error },
 }
 
 impl PidFile {

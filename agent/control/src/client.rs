@@ -16,7 +16,7 @@ pub enum ControlError {
     /// The socket does not work: the process does not run, or hangs.
     #[error("control socket {path}: {source}")]
     Io {
-        /// The socket.
+        /// Path of the control socket.
         path: PathBuf,
         /// The error of the system.
         source: io::Error,
@@ -24,9 +24,9 @@ pub enum ControlError {
     /// The answer is not valid in this version.
     #[error("control socket {path}: unexpected answer: {source}")]
     Answer {
-        /// The socket.
+        /// Path of the control socket.
         path: PathBuf,
-        /// The error of the parser.
+        /// The error of the parser, with its position.
         source: serde_json::Error,
     },
 }

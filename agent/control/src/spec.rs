@@ -27,7 +27,7 @@ pub struct ReplicaSpec {
     pub volume: VolumeName,
     /// Identity of the replica in views; the engine refuses a process with another one.
     pub replica: ReplicaId,
-    /// The replica directory.
+    /// The directory with the replica's files.
     pub directory: PathBuf,
     /// The size of a new directory in bytes. An existing one keeps the size to which engines have grown it.
     pub size_bytes: u64,
@@ -78,9 +78,9 @@ pub struct EngineSpec {
     /// The size of the volume in bytes. Smaller replicas grow before they are used, and larger ones are
     /// refused.
     pub size_bytes: u64,
-    /// Number of the attachment.
+    /// The number of the attachment, a part of the generation of the engine.
     pub attach: u64,
-    /// The addresses of the replicas.
+    /// Every replica of the volume, with its addresses.
     pub replicas: Vec<ReplicaEndpoint>,
     /// The driver that makes the device, or automatic.
     pub frontend: FrontendChoice,
@@ -214,7 +214,7 @@ pub enum SpecError {
     /// The file cannot be read or written.
     #[error("spec file {path}: {source}")]
     Io {
-        /// The file.
+        /// Path of the spec file.
         path: PathBuf,
         /// The error of the system.
         source: io::Error,
@@ -222,7 +222,7 @@ pub enum SpecError {
     /// The content of the file is not a valid spec.
     #[error("spec file {path}: {source}")]
     Content {
-        /// The file.
+        /// Path of the spec file.
         path: PathBuf,
         /// The error of the parser, with line and column.
         source: serde_json::Error,

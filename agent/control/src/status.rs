@@ -28,7 +28,7 @@ pub enum ProcessCommand {
     /// Sets the replicas of the volume. A new one is rebuilt. A missing one is given up, unless it is in the
     /// view.
     Replicas {
-        /// All of them.
+        /// The complete list, which replaces the former one.
         replicas: Vec<ReplicaEndpoint>,
     },
     /// Compare all members, or stop that.
@@ -39,7 +39,7 @@ pub enum ProcessCommand {
     /// Only for a replica: no engine of a lower generation may use it from here on. That it holds shows in
     /// the status.
     Fence {
-        /// The lowest generation that may.
+        /// The lowest generation that may use the replica.
         generation: Generation,
     },
     /// Only for a replica: listens for engines of other hosts on this address instead of the former one.
@@ -85,13 +85,13 @@ pub enum Status {
 /// The requests that an engine has served since its process began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IoCounters {
-    /// Reads.
+    /// Reads of the frontend; reads of copies and scrubs do not count.
     pub read: IoCounter,
-    /// Writes.
+    /// Writes of the frontend; writes of copies do not count.
     pub write: IoCounter,
-    /// Flushes.
+    /// Flushes of the frontend, without those that the engine makes by itself.
     pub flush: IoCounter,
-    /// Discards and zeroes.
+    /// Discards and requests to write zeroes.
     pub discard: IoCounter,
     /// Requests that no volume can do, which were answered with an error and are counted nowhere else.
     #[serde(default)]
@@ -112,7 +112,7 @@ pub struct IoCounter {
 }
 
 impl IoCounter {
-    /// Returns the sum of both.
+    /// Returns a counter with the sums of both.
     #[must_use]
     pub const fn plus(self, other: IoCounter) -> IoCounter {
         IoCounter {

@@ -47,7 +47,6 @@ pub(crate) enum Content {
     Other(String),
 }
 
-/// Probes the content of a device.
 pub(crate) fn probe(device: &Device) -> Result<Content, CsiError> {
     let path = &device.path;
     let tool = Tool::new("blkid", PROBE_LIMIT).args(["-p", "-o", "export"]);

@@ -26,7 +26,7 @@ pub struct Volume {
     pub device: Option<Device>,
     /// True if the volume was attached for reading only.
     pub read_only: bool,
-    /// The condition of the volume.
+    /// Reported to Kubernetes as the VolumeCondition.
     pub condition: Condition,
 }
 

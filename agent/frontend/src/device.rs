@@ -64,7 +64,7 @@ pub struct FrontendSpec {
 /// The durable record from which the device is recovered after the process died.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceRecord {
-    /// The frontend of the device.
+    /// The driver that made the device.
     pub kind: FrontendKind,
     /// Number of the kernel's device: N of /dev/ublkbN or /dev/nbdN. For iSCSI the index of the target's
     /// loopback address; absent for the socket.
@@ -78,7 +78,7 @@ pub struct DeviceRecord {
 /// A socket that an earlier process has handed over, at the start of a request: see [`crate::Quiesced::At`].
 #[derive(Debug)]
 pub struct QueueSocket {
-    /// The queue of the socket.
+    /// Index of the queue that served the socket.
     pub queue: u16,
     /// Our end of it.
     pub socket: OwnedFd,

@@ -15,7 +15,6 @@ const MODPROBE_LIMIT: Duration = Duration::from_secs(10);
 /// devtmpfs makes nodes before the module has loaded; udev alone needs a moment.
 const NODE_LIMIT: Duration = Duration::from_secs(2);
 const UBLK_MODULE: &str = "ublk_drv";
-/// The module of NBD.
 pub(crate) const NBD_MODULE: &str = "nbd";
 /// The number of partitions of a device that the driver NBD reads. It is fixed when the driver is loaded.
 const NBD_PARTITIONS: &str = "/sys/module/nbd/parameters/max_part";

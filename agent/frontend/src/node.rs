@@ -40,7 +40,7 @@ const SYSFS: &str = "/sys";
 pub struct DeviceNode {
     /// The volume in whose name the node was made.
     pub volume: VolumeName,
-    /// The device of the node.
+    /// The device number that the node names.
     pub device: DeviceNumber,
     /// True if a device of this number exists. The number of a removed device may since belong to another
     /// one. So a live node need not lead to the volume of its name. A dead one leads nowhere.
@@ -208,7 +208,6 @@ fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV | libc::ENXIO | libc::ENOTDIR))
 }
 
-/// The file that has a name.
 enum NodeFile {
     Nothing,
     Node(DeviceNumber),

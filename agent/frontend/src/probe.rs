@@ -18,7 +18,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 pub struct FrontendReport {
     /// The driver that was examined.
     pub kind: FrontendKind,
-    /// True if it does.
+    /// True if the host supports this frontend.
     pub usable: bool,
     /// The offered features, or the missing one and the remedy.
     pub reason: String,

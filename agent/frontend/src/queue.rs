@@ -31,7 +31,7 @@ pub struct RefusedRequest {
     pub operation: Option<Operation>,
     /// The offset of the request, which may lie outside of the volume.
     pub offset_bytes: u64,
-    /// The length of the request in bytes.
+    /// The requested length in bytes, which may exceed the limits.
     pub length_bytes: u64,
     /// The answer.
     pub errno: Errno,

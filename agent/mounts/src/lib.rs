@@ -24,9 +24,9 @@ pub struct Mount {
     pub device: DeviceNumber,
     /// The directory, or file, of the file system that is mounted.
     pub root: PathBuf,
-    /// The mount point.
+    /// The directory or file that the mount covers.
     pub point: PathBuf,
-    /// Options of this mount.
+    /// Options of the mount, separated by commas.
     pub options: String,
     /// True if mounts below it appear in other namespaces too.
     pub is_shared: bool,
@@ -97,7 +97,7 @@ impl MountTable {
         path.ancestors().find_map(|above| self.at(above))
     }
 
-    /// Returns all mounts.
+    /// Returns the mounts in the order of the kernel.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Mount> {
         self.0.iter()
     }

@@ -208,7 +208,7 @@ impl SlotPool {
         self.free.push(slot);
     }
 
-    /// Returns the number of free slots.
+    /// Returns the number of slots that [`SlotPool::take`] can give.
     #[must_use]
     pub fn free(&self) -> usize {
         self.free.len()

@@ -21,9 +21,7 @@ pub struct Facts {
     pub iscsid: IscsidState,
     /// The daemons and rules of other block device tools.
     pub block_tools: BlockTools,
-    /// The kubelet of this host.
     pub kubelet: Kubelet,
-    /// The disks of this node.
     pub disks: Vec<DiskFacts>,
     /// The addresses that the agent is configured to listen on, and those that something listens on.
     pub ports: Ports,
@@ -81,7 +79,6 @@ pub struct Kubelet {
 /// A disk of this node.
 #[derive(Clone, Debug, Default)]
 pub struct DiskFacts {
-    /// The directory.
     pub path: PathBuf,
     /// The problem that keeps the agent from using it, if any.
     pub problem: Option<String>,
@@ -89,7 +86,6 @@ pub struct DiskFacts {
     pub filesystem: String,
     /// The size of the file system in bytes.
     pub total_bytes: u64,
-    /// The free space in bytes.
     pub available_bytes: u64,
     /// The percentage that the trash and other programs are to leave free.
     pub reserve_percent: u32,

@@ -24,12 +24,10 @@ impl Level {
     }
 }
 
-/// A finding of a check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HostFinding {
     /// The name of the check, for programs.
     pub check: &'static str,
-    /// The severity.
     pub level: Level,
     /// The finding, in a sentence.
     pub message: String,

@@ -75,7 +75,6 @@ pub fn warnings(config: &Config) -> Vec<String> {
     findings.map(one_line).collect()
 }
 
-/// Returns the exit code for these findings.
 pub fn exit_code(findings: &[HostFinding]) -> u8 {
     match findings.iter().map(|finding| finding.level).max() {
         Some(Level::Failed) => FAILED,

@@ -18,7 +18,6 @@ const VOLUME_VENDOR: &str = "SHRTHORN";
 pub struct DeviceIdentity {
     /// A link in /dev/disk/by-id, or the name in /dev if it has none.
     pub device: PathBuf,
-    /// The size in bytes.
     pub size_bytes: u64,
     /// The serial number, if it has one.
     pub serial: Option<String>,

@@ -9,7 +9,6 @@ use crate::disks::device::{BlockDevice, DeviceIdentity, obstacles};
 use crate::filesystem::Filesystem;
 use crate::serve::paths::absolute;
 
-/// The version of the file.
 const VERSION: u32 = 1;
 /// The directory of mount points.
 const MOUNTS: &str = "/var/lib/shorthorn/disks";
@@ -18,13 +17,11 @@ const MOUNTS: &str = "/var/lib/shorthorn/disks";
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskPlan {
-    /// The version of the file.
     pub version: u32,
     /// The node whose devices it names.
     pub node: String,
     /// The start of the host in which it was written.
     pub boot_id: String,
-    /// The devices.
     #[serde(default, rename = "disk")]
     pub disks: Vec<PlannedDisk>,
 }
@@ -40,7 +37,6 @@ pub struct PlannedDisk {
     pub accept_data: bool,
     /// A link in /dev/disk/by-id, or the name in /dev.
     pub device: PathBuf,
-    /// The size in bytes.
     pub size_bytes: u64,
     /// Serial number that the device reports, if it does.
     #[serde(default, with = "shorthorn_types::optional::text")]
@@ -51,7 +47,6 @@ pub struct PlannedDisk {
     /// The number of the device since the start of the host, if the kernel counts devices.
     #[serde(default, with = "shorthorn_types::optional::number")]
     pub diskseq: Option<u64>,
-    /// The file system to make.
     pub filesystem: Filesystem,
     /// The UUID that the file system gets.
     pub uuid: String,

@@ -38,7 +38,7 @@ pub enum HttpsError {
     Identity {
         /// The part that cannot be used.
         what: &'static str,
-        /// The kubeconfig.
+        /// Path of the kubeconfig.
         file: String,
         /// The reason why that part cannot be used.
         reason: String,
@@ -46,19 +46,13 @@ pub enum HttpsError {
     /// No connection.
     #[error("cannot connect to {server}: {source}")]
     Connect {
-        /// The API server.
         server: String,
         /// The error of the system, or of TLS.
         source: io::Error,
     },
     /// The request failed.
     #[error("{server} does not answer: {reason}")]
-    Request {
-        /// The API server.
-        server: String,
-        /// The reason of the failure.
-        reason: String,
-    },
+    Request { server: String, reason: String },
     /// The API server does not answer in time.
     #[error("{0} does not answer within {limit} s", limit = REQUEST_LIMIT.as_secs())]
     Late(String),

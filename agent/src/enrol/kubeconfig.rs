@@ -26,16 +26,10 @@ const FILE_MAX_BYTES: u64 = 1 << 20;
 pub enum KubeconfigError {
     /// The file cannot be read.
     #[error("{}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The error of the system.
-        source: io::Error,
-    },
+    Io { path: PathBuf, source: io::Error },
     /// The content cannot be used.
     #[error("{}: {reason}", path.display())]
     Content {
-        /// The file.
         path: PathBuf,
         /// The missing part, or the error.
         reason: String,
@@ -45,7 +39,7 @@ pub enum KubeconfigError {
 /// An API server, and how the kubelet authenticates to it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct KubeletIdentity {
-    /// The kubeconfig.
+    /// Path of the kubeconfig.
     pub file: PathBuf,
     /// `https://HOST:PORT`.
     pub server: String,

@@ -38,17 +38,14 @@ pub enum CsrError {
     Refused {
         /// The action that the API server refuses.
         action: &'static str,
-        /// The status of the answer.
         status: StatusCode,
-        /// The message of the answer.
         message: String,
     },
     /// The controller or a person has denied the request.
     #[error("the CertificateSigningRequest {name} was denied: {message}")]
     Denied {
-        /// The request.
+        /// Name of the CertificateSigningRequest.
         name: String,
-        /// The reason.
         message: String,
     },
     /// The request was not decided in time.
@@ -57,7 +54,7 @@ pub enum CsrError {
          the controller runs", DECISION_LIMIT.as_secs()
     )]
     Late {
-        /// The request.
+        /// Name of the CertificateSigningRequest.
         name: String,
     },
     /// The answer cannot be read.
@@ -68,9 +65,7 @@ pub enum CsrError {
 /// The signed certificates of a request, in PEM, and the key.
 #[derive(Debug)]
 pub struct Signed {
-    /// The key of the request.
     pub key: Key,
-    /// The certificates.
     pub chain: Vec<u8>,
 }
 

@@ -68,7 +68,6 @@ impl HostFiles<'_> {
         HostFiles { root }
     }
 
-    /// Makes the directories of the agent.
     pub fn make_directories(&self) -> anyhow::Result<()> {
         DIRECTORIES.iter().try_for_each(|(path, mode)| make_directory(&self.root.join(path), *mode))
     }

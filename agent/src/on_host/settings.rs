@@ -13,9 +13,7 @@ const DATA_KEYS: [&str; 3] = ["data_address", "data_interface", "data_network"];
 pub struct NodeSettings<'a> {
     /// The command that writes them.
     pub writer: &'a str,
-    /// The name of the node.
     pub name: Option<&'a str>,
-    /// The address of the node.
     pub address: IpAddr,
     /// The port of the API.
     pub port: u16,

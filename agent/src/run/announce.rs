@@ -46,7 +46,6 @@ pub struct Pids {
 pub struct ReadyReplica {
     /// Identity in the views of the volume.
     pub id: ReplicaId,
-    /// The directory of the replica.
     pub directory: PathBuf,
     /// The process id; null if the replica does not run.
     pub pid: Option<u32>,

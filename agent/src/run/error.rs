@@ -12,24 +12,17 @@ pub enum RunError {
     Io {
         /// The path of the file or directory.
         path: PathBuf,
-        /// The error of the system.
         source: io::Error,
     },
     /// Signals, threads or processes cannot be had.
     #[error("{action}: {source}")]
-    System {
-        /// The action that failed.
-        action: &'static str,
-        /// The error of the system.
-        source: io::Error,
-    },
+    System { action: &'static str, source: io::Error },
     /// A JSON file of the volume cannot be read or written.
     #[error(transparent)]
     Spec(#[from] SpecError),
     /// Another supervisor has the directory.
     #[error("{dir} is in use by process {pid}: stop that one first (kill {pid})")]
     Held {
-        /// The directory of the volume.
         dir: PathBuf,
         /// The process id of the holder.
         pid: i32,
@@ -39,7 +32,6 @@ pub enum RunError {
         "{dir} holds a volume whose {what} is {found}, not {wanted}: use {what} {found}, or another directory"
     )]
     Other {
-        /// The directory of the volume.
         dir: PathBuf,
         /// Name, size or number of replicas.
         what: &'static str,
@@ -65,7 +57,6 @@ pub enum RunError {
     /// A process of an earlier run continues and cannot be stopped.
     #[error("process {pid} of an earlier run on this directory {why}")]
     Leftover {
-        /// The process.
         pid: i32,
         /// The reason why it cannot be stopped.
         why: String,
@@ -73,7 +64,6 @@ pub enum RunError {
     /// A process ended before the volume was ready.
     #[error("the {role} ended before the volume was ready: {message}")]
     Ended {
-        /// The role of the process.
         role: String,
         /// The last message of the process.
         message: String,
@@ -92,7 +82,6 @@ pub enum RunError {
     /// A process did not stop, or not cleanly.
     #[error("the {role} did not stop cleanly: {message}")]
     Unclean {
-        /// The role of the process.
         role: String,
         /// The message at its end.
         message: String,

@@ -24,12 +24,10 @@ use crate::supervision::{
 
 const LIMITS: EndLimits = EndLimits { orderly: None, stop: STOP_LIMIT };
 
-/// The role of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// The engine of the volume.
     Engine,
-    /// The replica with this id.
     Replica(ReplicaId),
 }
 
@@ -45,7 +43,6 @@ impl fmt::Display for Role {
 /// A process that is restarted when it ends.
 #[derive(Debug)]
 pub struct VolumeProcess {
-    /// The role of the process.
     pub role: Role,
     /// Paths of its spec, its pid file and its sockets.
     pub files: ProcessFiles,

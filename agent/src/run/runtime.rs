@@ -27,11 +27,8 @@ pub struct RuntimeDir(PathBuf);
 /// The files of one process.
 #[derive(Clone, Debug)]
 pub struct ProcessFiles {
-    /// The spec file.
     pub spec: PathBuf,
-    /// The control socket.
     pub control: PathBuf,
-    /// The pid file.
     pub pid: PathBuf,
     /// The file for the last error of the process.
     pub error: PathBuf,

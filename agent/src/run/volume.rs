@@ -17,9 +17,7 @@ use crate::run::RunError;
 pub struct VolumeFile {
     /// The volume for which the directory was made; another name is refused.
     pub name: VolumeName,
-    /// The size of the volume in bytes.
     pub size_bytes: u64,
-    /// The replicas of the volume.
     pub replicas: Vec<ReplicaId>,
     /// The secret with which replicas and engine authenticate each other.
     pub secret: Secret,
@@ -74,7 +72,6 @@ impl VolumeDir {
         &self.file
     }
 
-    /// Returns the directory of a replica.
     pub fn replica_dir(&self, replica: ReplicaId) -> PathBuf {
         self.path.join("replicas").join(format!("{}-{replica}", self.file.name))
     }

@@ -137,20 +137,13 @@ pub enum CsiChoice {
 pub enum ConfigError {
     /// The file cannot be read.
     #[error("{path}: {source}")]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The error of the system.
-        source: io::Error,
-    },
+    Io { path: PathBuf, source: io::Error },
     /// The file is no TOML, has an unknown key, or a value of the wrong type.
     #[error("{path}:{line}: {message}")]
     Content {
-        /// The file.
         path: PathBuf,
         /// The line number, from 1.
         line: usize,
-        /// The problem.
         message: String,
     },
     /// No name for the node.

@@ -22,7 +22,6 @@ pub enum DeviceState {
 }
 
 impl DeviceState {
-    /// All states.
     pub const ALL: [DeviceState; 3] = [DeviceState::Live, DeviceState::Recovering, DeviceState::Stale];
 
     /// Returns the word of node.proto and of metrics.

@@ -82,7 +82,7 @@ impl Disks {
         self.stored.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the paths of the disks.
+    /// Returns the directories of the configuration and those that were added since.
     pub fn paths(&self) -> BTreeSet<PathBuf> {
         self.configured.iter().chain(self.stored().disks.iter()).cloned().collect()
     }

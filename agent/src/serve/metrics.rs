@@ -41,7 +41,6 @@ const STATES: [(InstanceState, &str); 5] = [
 
 /// The sources of the metrics once the agent serves.
 pub struct MetricsInputs {
-    /// The instances.
     pub table: Arc<Table>,
     /// The disks with their space and trash.
     pub disks: Arc<Disks>,

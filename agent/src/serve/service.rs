@@ -39,17 +39,12 @@ const WATCH_QUEUE: usize = 16;
 /// Serves the node API for the controller.
 #[derive(Clone)]
 pub struct NodeService {
-    /// The configuration of the node.
     pub config: Arc<Config>,
-    /// The instances of the node.
     pub hub: Arc<Hub>,
-    /// The disks of the node.
     pub disks: Arc<Disks>,
-    /// The frontends that work here.
     pub frontends: Arc<Frontends>,
     /// The block devices of this host.
     pub discovery: Arc<Discovery>,
-    /// The problems of this host.
     pub host_warnings: Arc<HostWarnings>,
     /// The cluster that it belongs to.
     pub claim: Arc<NodeClaim>,

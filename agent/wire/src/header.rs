@@ -160,7 +160,7 @@ impl Flags {
         self.0 & other.0 == other.0
     }
 
-    /// Returns the bits of both.
+    /// Returns the flags of `self` and of `other`.
     #[must_use]
     pub const fn with(self, other: Flags) -> Flags {
         Flags(self.0 | other.0)
@@ -201,7 +201,7 @@ pub enum FrameError {
     /// The header was damaged in transit.
     #[error("header check {found:#010x}, computed {computed:#010x}: the header was damaged in transit")]
     HeaderCheck {
-        /// The check in the header.
+        /// The check that the sender has computed.
         found: u32,
         /// The check of the received bytes.
         computed: u32,
@@ -221,11 +221,11 @@ pub enum FrameError {
          in transit"
     )]
     DataCheck {
-        /// The check in the header.
+        /// The check that the sender has computed.
         found: u32,
         /// The check of the received data.
         computed: u32,
-        /// The length of the data in bytes.
+        /// The number of bytes that the checks cover.
         length_bytes: u32,
     },
     /// An opcode that this version does not have.
@@ -237,11 +237,11 @@ pub enum FrameError {
     /// A length over the limit of its opcode, or a range that no volume has.
     #[error("{opcode:?} at {offset_bytes} of {length_bytes} bytes is out of bounds")]
     Bounds {
-        /// The opcode of this frame.
+        /// The operation, which decides about the limit.
         opcode: Opcode,
-        /// The offset in the frame.
+        /// The first byte, as received.
         offset_bytes: u64,
-        /// The length in the frame.
+        /// The number of bytes, as received.
         length_bytes: u32,
     },
     /// A text that is no JSON of the kind that its opcode carries.

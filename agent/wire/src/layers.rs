@@ -40,7 +40,7 @@ pub struct ExtentsQuery {
 pub struct Extent {
     /// The first byte of the extent.
     pub offset_bytes: u64,
-    /// The length in bytes.
+    /// The length in bytes: whole blocks.
     pub length_bytes: u64,
 }
 

@@ -70,7 +70,7 @@ pub struct KeepSums {
     pub image: String,
     /// True if this message replaces all earlier ones.
     pub is_first: bool,
-    /// True if this is all.
+    /// True if this is the last message; the sums are stored then.
     pub is_last: bool,
     /// Index of the piece of the first sum, from 0.
     pub first_piece: u32,

@@ -193,7 +193,6 @@ impl ControlCommand {
 /// `struct ublksrv_io_cmd`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct IoCommand {
-    /// The index of the queue.
     pub queue: u16,
     /// The tag in the queue.
     pub tag: u16,

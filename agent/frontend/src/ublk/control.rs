@@ -30,7 +30,6 @@ pub(crate) struct ControlDevice {
 }
 
 impl ControlDevice {
-    /// Opens the control device.
     pub(crate) fn open() -> io::Result<ControlDevice> {
         let file = File::options().read(true).write(true).open(CONTROL_PATH)?;
         let ring = IoUring::<squeue::Entry128, cqueue::Entry>::builder().build(RING_ENTRIES)?;
@@ -144,7 +143,6 @@ impl ControlDevice {
     }
 }
 
-/// The progress of a command.
 enum CommandProgress {
     /// The kernel has never seen it, and will not.
     NotQueued(io::Error),

@@ -64,7 +64,6 @@ pub struct Socket {
     name: Name,
 }
 
-/// The name of a socket.
 #[derive(Debug)]
 pub struct Name {
     path: PathBuf,

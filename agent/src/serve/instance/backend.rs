@@ -43,12 +43,7 @@ pub enum BackendError {
     NoUnit(String),
     /// The system says no.
     #[error("{action}: {source}")]
-    System {
-        /// The action that failed.
-        action: String,
-        /// The answer.
-        source: std::io::Error,
-    },
+    System { action: String, source: std::io::Error },
     /// A process does not end.
     #[error("process {0} outlives SIGKILL: it waits for the kernel")]
     Immortal(i32),

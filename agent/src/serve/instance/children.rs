@@ -37,7 +37,7 @@ const STOP_LIMIT: Duration = Duration::from_secs(40);
 /// Names the current boot of the host.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// The backend.
+/// Runs the instances as children of the agent.
 #[derive(Debug)]
 pub struct Children {
     paths: InstancePaths,

@@ -92,7 +92,6 @@ impl Hub {
         &self.paths
     }
 
-    /// Returns the table of instances.
     pub fn table(&self) -> &Arc<Table> {
         &self.table
     }

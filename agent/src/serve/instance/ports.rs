@@ -10,7 +10,6 @@ use shorthorn_replica::bind_tcp;
 use crate::serve::error::NodeError;
 use crate::serve::instance::Spec;
 
-/// Returns the port of an instance.
 pub fn of(spec: &Spec) -> Option<u16> {
     match spec {
         Spec::Replica(replica) => replica.data_address.map(|address| address.port()),

@@ -29,7 +29,6 @@ pub enum ProcessPhase {
     Failed,
 }
 
-/// The process of an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InstanceProcess {
     /// The point of its life, as the supervisor last saw it.

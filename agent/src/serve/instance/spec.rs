@@ -19,7 +19,6 @@ use crate::serve::paths::absolute;
 /// The most addresses of one replica that an engine is given.
 const ADDRESSES_MAX: usize = 8;
 
-/// The spec of an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Spec {
     /// Is written to the engine's spec file.

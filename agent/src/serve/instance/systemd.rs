@@ -33,7 +33,7 @@ const ORDERLY_ROUNDS: u32 = 3;
 const FIRST_RETRY: Duration = Duration::from_secs(10);
 const LONGEST_RETRY: Duration = Duration::from_secs(120);
 
-/// The backend.
+/// Runs the instances as units of systemd.
 pub struct Systemd {
     bus: Bus,
     followers: Mutex<HashMap<InstanceId, JoinHandle<()>>>,

@@ -72,7 +72,6 @@ impl Table {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns all instances.
     pub fn list(&self) -> Vec<v1::Instance> {
         self.lock().entries.values().map(|entry| entry.published.clone()).collect()
     }
@@ -84,7 +83,6 @@ impl Table {
         Watch { now, changes: inner.changes.subscribe() }
     }
 
-    /// Returns the spec and the process of an instance.
     pub fn known(&self, id: &InstanceId) -> Option<(Spec, InstanceProcess)> {
         let inner = self.lock();
         inner.entries.get(id).map(|entry| (entry.spec.clone(), entry.process.clone()))
@@ -113,7 +111,6 @@ impl Table {
         inner.entries.keys().filter(|id| matches!(id, InstanceId::Replica(..))).cloned().collect()
     }
 
-    /// Returns the engines with their specs.
     pub fn engine_specs(&self) -> Vec<(InstanceId, EngineSpec)> {
         let inner = self.lock();
         let entries = inner.entries.iter();

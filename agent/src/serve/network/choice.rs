@@ -41,7 +41,7 @@ pub struct InterfaceAddress {
 pub struct Interfaces {
     /// The names of all interfaces, and whether each is up and has a carrier.
     pub links: Vec<(String, bool)>,
-    /// All addresses.
+    /// Every address of every interface.
     pub addresses: Vec<InterfaceAddress>,
 }
 

@@ -47,23 +47,17 @@ pub enum TlsError {
     Trust(#[from] TrustError),
     /// The directory cannot be made.
     #[error("{}: {source}", path.display())]
-    Directory {
-        /// The directory.
-        path: PathBuf,
-        /// The error of the system.
-        source: io::Error,
-    },
+    Directory { path: PathBuf, source: io::Error },
     /// The file has a certificate of another node.
     #[error(
         "{} has a certificate for {found}, and this node is {expected}: check node_name, or remove the file \
          and enrol this node", path.display()
     )]
     OtherNode {
-        /// The file.
+        /// Path of the file with the certificate.
         path: PathBuf,
         /// The role in the certificate.
         found: Role,
-        /// The role of this node.
         expected: Role,
     },
     /// The file has only CAs.
