@@ -15,7 +15,7 @@ pub enum Action {
     Write(Box<Object>),
     /// Removes the object if it still has this resource version.
     Remove(Key, u64),
-    /// Calls the agent of a node.
+    /// Makes a call of the node API.
     Call(NodeName, AgentCall),
     /// Records an event for people.
     Emit(Event),
@@ -30,36 +30,36 @@ pub enum AgentCall {
     StartEngine(StartEngine),
     /// Sends an engine the grant of the arbiter, which is stored before.
     Grant {
-        /// The volume of the engine.
+        /// Name of the Volume and of the Engine object.
         volume: VolumeName,
-        /// Number of the attachment.
+        /// The number of the attachment that the engine has to have.
         attach: u64,
         /// The recorded view.
         view: Box<View>,
     },
     /// Gives a running engine another list of replicas.
     UpdateReplicas {
-        /// The volume of the engine.
+        /// Name of the Volume and of the Engine object.
         volume: VolumeName,
-        /// Number of the attachment.
+        /// The number of the attachment that the engine has to have.
         attach: u64,
         /// The replicas and their addresses.
         replicas: BTreeMap<ReplicaId, ReplicaTarget>,
-        /// Number of that list.
+        /// The number of the list, which rises with each change.
         revision: u64,
     },
     /// Sends a running engine the limits of copies.
     SetRebuildLimits {
-        /// The volume of the engine.
+        /// Name of the Volume and of the Engine object.
         volume: VolumeName,
-        /// Number of the attachment.
+        /// The number of the attachment that the engine has to have.
         attach: u64,
         /// The new limits, which replace all former ones.
         limits: RebuildLimits,
     },
     /// Keeps the engines of older attachments from a replica.
     FenceReplica {
-        /// The volume of the replica.
+        /// Names the replica process, together with `replica_id`.
         volume: VolumeName,
         /// Identity of the replica in the views of the volume.
         replica_id: ReplicaId,
@@ -68,11 +68,11 @@ pub enum AgentCall {
     },
     /// Makes a running engine expand its volume.
     ExpandEngine {
-        /// The volume of the engine.
+        /// Name of the Volume and of the Engine object.
         volume: VolumeName,
-        /// Number of the attachment.
+        /// The number of the attachment that the engine has to have.
         attach: u64,
-        /// The new size.
+        /// The size to grow to, in bytes.
         size_bytes: u64,
     },
     /// Salvages a stopped replica: its data becomes the data of the volume.
@@ -81,7 +81,7 @@ pub enum AgentCall {
         disk_path: String,
         /// The identity of that disk, if it is known.
         disk_uuid: Option<String>,
-        /// The volume of the replica.
+        /// Names the replica process, together with `replica_id`.
         volume: VolumeName,
         /// Identity of the replica in the views of the volume.
         replica_id: ReplicaId,
@@ -90,7 +90,7 @@ pub enum AgentCall {
     },
     /// Stops a process.
     StopInstance {
-        /// The instance to stop.
+        /// The process, by its kind and name.
         instance: InstanceKey,
         /// The limit for engines: they are stopped only if their attachment is this one or an older one.
         /// None: the agent stops an engine of any attachment.
@@ -114,7 +114,7 @@ pub enum AgentCall {
 /// The start of a replica process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StartReplica {
-    /// The volume of the replica.
+    /// Names the replica process, together with `replica_id`.
     pub volume: VolumeName,
     /// Identity of the replica in the views of the volume.
     pub replica_id: ReplicaId,
@@ -122,7 +122,7 @@ pub struct StartReplica {
     pub disk_path: String,
     /// The identity of that disk, if it is known.
     pub disk_uuid: Option<String>,
-    /// Size of the volume.
+    /// Size of the volume in bytes.
     pub size_bytes: u64,
     /// The members of the volume's first view.
     pub first_members: Vec<ReplicaId>,
@@ -139,11 +139,11 @@ pub struct StartReplica {
 /// The start of an engine process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StartEngine {
-    /// The volume of the engine.
+    /// Name of the Volume and of the Engine object.
     pub volume: VolumeName,
-    /// Size of the volume.
+    /// Size of the volume in bytes.
     pub size_bytes: u64,
-    /// Number of the attachment.
+    /// The number of the attachment, a part of the generation of the engine.
     pub attach: u64,
     /// The replicas and their addresses.
     pub replicas: BTreeMap<ReplicaId, ReplicaTarget>,
@@ -223,7 +223,7 @@ impl AgentCall {
 /// An event for people.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Event<A = Key> {
-    /// The object of the event.
+    /// The object that the event is recorded for.
     pub about: A,
     /// True for a warning.
     pub warning: bool,

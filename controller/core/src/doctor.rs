@@ -29,7 +29,7 @@ pub struct Check {
 pub struct SetupFinding {
     /// The severity of the problem.
     pub outcome: CheckOutcome,
-    /// The finding.
+    /// The problem, in a sentence.
     pub message: String,
     /// The remedy: a command that can be copied, and advice behind a `#`.
     pub fix: String,
@@ -46,7 +46,7 @@ impl Check {
 /// The controller that runs the checks.
 #[derive(Clone, Copy, Debug)]
 pub struct ControllerInfo<'a> {
-    /// The version of the controller.
+    /// The release, which agents are to have too.
     pub version: &'a str,
     /// The level of features that agents of its release have.
     pub feature_level: u32,

@@ -108,7 +108,7 @@ pub struct LeftOuts {
 }
 
 impl LeftOuts {
-    /// All of them.
+    /// Returns the objects in the order of their keys.
     pub fn iter(&self) -> impl Iterator<Item = (&Key, &LeftOut)> {
         self.by_key.iter()
     }

@@ -15,7 +15,7 @@ use crate::{ClusterState, NodeName};
 /// The operator's decision to remove a disk.
 #[derive(Clone, Debug, Default)]
 pub struct RemoveDisk {
-    /// The name of the node that has the disk.
+    /// Name of the Node object.
     pub node: String,
     /// The directory there.
     pub path: String,

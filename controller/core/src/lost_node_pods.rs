@@ -26,7 +26,7 @@ use crate::{ClusterState, NodeName, Timestamp};
 pub struct Namespaced {
     /// The namespace of the object.
     pub namespace: String,
-    /// The name in it.
+    /// The name, unique in the namespace among objects of one kind.
     pub name: String,
 }
 
@@ -57,7 +57,7 @@ pub struct MachineState {
 /// A pod of that machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pod {
-    /// The name of the pod.
+    /// Namespace and name.
     pub name: Namespaced,
     /// The uid, which distinguishes it from other objects of the name.
     pub uid: String,
@@ -67,7 +67,7 @@ pub struct Pod {
     pub is_ended_by_force: bool,
     /// The finalizers, whose owners handle the deletion.
     pub finalizers: Vec<String>,
-    /// The owner of the pod.
+    /// Decides if the pod may be deleted by force.
     pub owner: PodOwner,
     /// True if a controller re-creates the pod after its end.
     pub has_controller: bool,
@@ -94,13 +94,13 @@ pub enum PodOwner {
 /// A volume that Kubernetes has attached to that machine, or is about to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AttachedVolume {
-    /// The name of the attachment.
+    /// Name of the VolumeAttachment object.
     pub name: String,
     /// The uid, which distinguishes it from other objects of the name.
     pub uid: String,
     /// The driver of the disk.
     pub driver: String,
-    /// True if that is Shorthorn.
+    /// True if the driver is Shorthorn's.
     pub is_ours: bool,
     /// The claim of the volume; none if it is unknown.
     pub claim: Option<Namespaced>,

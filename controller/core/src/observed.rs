@@ -136,7 +136,7 @@ fn engines_of(agent: &ObservedAgent) -> BTreeSet<VolumeName> {
 /// The last answer of one agent.
 #[derive(Clone, Debug)]
 pub struct ObservedAgent {
-    /// The address of the agent.
+    /// The URL at which the controller calls the agent.
     pub address: String,
     /// True if its node's object says so; else the controller's configuration does, and the object follows.
     pub from_object: bool,
@@ -146,7 +146,7 @@ pub struct ObservedAgent {
     pub info: Option<AgentInfo>,
     /// The disks that it knows, by path.
     pub disks: BTreeMap<String, ObservedDisk>,
-    /// The processes that it knows.
+    /// The processes that it reports, by kind and name.
     pub instances: BTreeMap<InstanceKey, Instance>,
     /// The result of the last call for each instance whose last call failed.
     pub failures: BTreeMap<InstanceKey, CallFailure>,
@@ -157,7 +157,7 @@ pub struct ObservedAgent {
 pub struct CallFailure {
     /// The name of the call in the node API.
     pub call: &'static str,
-    /// The reason of the failure.
+    /// The error, in words.
     pub message: String,
 }
 
@@ -211,7 +211,7 @@ pub struct DeadMount {
 pub struct AgentInfo {
     /// The name of its node.
     pub name: String,
-    /// The version of the agent.
+    /// The release of the agent.
     pub version: String,
     /// The address by which other nodes reach its replicas; empty if they cannot.
     pub data_address: String,

@@ -11,7 +11,7 @@ use crate::{ClusterState, NodeName};
 /// A directory that an agent has found.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Directory {
-    /// The node of the directory.
+    /// The node whose agent has reported the directory.
     pub node: NodeName,
     /// The disk there.
     pub disk_path: String,

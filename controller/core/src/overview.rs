@@ -24,7 +24,7 @@ pub struct Overview {
     pub closed_nodes: u32,
     /// The space of all disks in reach.
     pub space: Space,
-    /// The problems.
+    /// The problems, such as `DiskProblem`.
     pub wrong: Issues,
     /// The activities and the waits.
     pub waiting: Issues,
@@ -35,7 +35,7 @@ pub struct Overview {
 /// Numbers of volumes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Volumes {
-    /// All of them.
+    /// Count of Volume objects, attached or not.
     pub all: u32,
     /// The number of volumes with a device.
     pub attached: u32,
@@ -50,9 +50,9 @@ pub struct Volumes {
 /// Bytes of disks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Space {
-    /// All of them.
+    /// The sum of the sizes of the disks.
     pub total_bytes: u64,
-    /// The free bytes.
+    /// The sum of the free space of the disks.
     pub available_bytes: u64,
     /// The sum of the volume sizes of all replicas.
     pub scheduled_bytes: u64,

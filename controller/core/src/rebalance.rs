@@ -29,7 +29,7 @@ pub struct Move {
     pub from_disk: String,
     /// The new place.
     pub to: Placement,
-    /// The gain of the move.
+    /// The reason for the move.
     pub gain: Gain,
 }
 

@@ -136,7 +136,7 @@ pub struct Trashed {
     pub replica_id: ReplicaId,
     /// The time of the deletion, in milliseconds since 1970, by the clock of its node.
     pub deleted_ms: u64,
-    /// The age of its data.
+    /// The newest views and the attachment of its data.
     pub data_age: DataAge,
     /// True if the directory is in its place already, and only its record is in the trash.
     pub restored: bool,

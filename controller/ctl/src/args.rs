@@ -101,7 +101,6 @@ pub struct WaitArgs {
     pub timeout: Duration,
 }
 
-/// Commands for replicas.
 #[derive(Debug, Subcommand)]
 pub enum ReplicaCommand {
     /// Lists replicas
@@ -129,7 +128,6 @@ pub enum ReplicaCommand {
     },
 }
 
-/// Commands for nodes.
 #[derive(Debug, Subcommand)]
 pub enum NodeCommand {
     /// Lists nodes and their disks
@@ -256,7 +254,6 @@ impl FromStr for TagList {
     }
 }
 
-/// Commands for orphans.
 #[derive(Debug, Subcommand)]
 pub enum OrphanCommand {
     /// Lists orphans: replica directories that belong to no Replica object
@@ -315,7 +312,6 @@ pub struct DiscoverArgs {
     pub all: bool,
 }
 
-/// Commands for disks.
 #[derive(Debug, Subcommand)]
 pub enum DiskCommand {
     /// Adds a directory of a node as a disk for replicas

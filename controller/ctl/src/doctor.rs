@@ -11,7 +11,6 @@ use super::format::Format;
 use super::output::for_programs;
 use super::status::VERSION;
 
-/// A check in the output.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct CheckOutput {
     name: String,

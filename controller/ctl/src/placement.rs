@@ -125,7 +125,6 @@ struct FrontendOutput {
     reason: String,
 }
 
-/// Formats all details of a node.
 pub(super) fn node(format: Format, mut detail: v1::NodeDetail) -> Result<String, CtlError> {
     let node = detail.node.take().unwrap_or_default();
     if format == Format::Name {

@@ -34,7 +34,6 @@ const COMPARE_LIMIT: Duration = Duration::from_secs(30);
 /// The most volumes that a message names.
 const NAMES_MAX: usize = 10;
 
-/// Commands for upgrades.
 #[derive(Debug, Subcommand)]
 pub enum UpgradeCommand {
     /// Replaces engines that run another program than the one that is installed on their node.

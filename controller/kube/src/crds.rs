@@ -20,7 +20,7 @@ const RULES: &str = "x-kubernetes-validations";
 /// The choice of including the CEL rules in a definition. API servers support them since 1.25.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rules {
-    /// The rules are included.
+    /// For API servers since 1.25.
     Included,
     /// For older API servers.
     LeftOut,

@@ -61,19 +61,19 @@ pub enum AgentCallError {
         "the agent of node {node} is too old to {what} (version {version}): upgrade the agent of node {node}"
     )]
     TooOld {
-        /// The node of the agent.
+        /// The node whose agent has to be upgraded.
         node: NodeName,
-        /// The request.
+        /// The verb of the request.
         what: &'static str,
-        /// The version of the agent.
+        /// The release of the agent, or "not known".
         version: String,
     },
     /// The agent has refused the request.
     #[error("{message}")]
     Refused {
-        /// The kind of refusal.
+        /// The code of gRPC.
         code: Code,
-        /// The message of the agent.
+        /// The reason in the answer of the agent.
         message: String,
     },
 }
@@ -157,7 +157,6 @@ impl Fleet {
         Ok(Arc::new(fleet))
     }
 
-    /// Adds the agent of `node`.
     fn add(&self, node: &NodeName, url: &ServerUrl, from_object: bool) -> Result<(), AddressError> {
         let connection = self.connections.connect(node, url)?;
         let agent = ObservedAgent { from_object, ..ObservedAgent::new(url.to_string(), Timestamp::now()) };
@@ -232,7 +231,6 @@ impl Fleet {
         self.queue.open_places();
     }
 
-    /// Changes the observed agent of `node`.
     pub(crate) fn change(&self, node: &NodeName, change: impl FnOnce(&mut ObservedAgent)) {
         if let Some(mut agent) = self.agents_mut().get_mut(node) {
             change(&mut agent);

@@ -21,7 +21,7 @@ pub struct Cli {
     pub command: ControllerCommand,
 }
 
-/// Commands of the controller.
+/// The subcommands of shorthorn-controller.
 #[derive(Debug, Subcommand)]
 pub enum ControllerCommand {
     /// Runs the controller in the foreground, until SIGTERM or SIGINT.

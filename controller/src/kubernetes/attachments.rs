@@ -19,7 +19,7 @@ const LIMIT: Duration = Duration::from_secs(30);
 /// An attachment of a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attachment {
-    /// Name of the object.
+    /// Name of the VolumeAttachment object.
     pub name: String,
     /// The node, as Kubernetes calls it.
     pub node: String,

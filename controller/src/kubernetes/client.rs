@@ -43,7 +43,7 @@ pub struct KubernetesConfig {
     pub pods_of_lost_nodes: PodsOfLostNodes,
     /// True if the controller ends pods whose device is gone.
     pub ends_pods_without_device: bool,
-    /// The policy for drains.
+    /// Decides if `kubectl drain` waits for volumes.
     pub node_drain_policy: NodeDrainPolicy,
     /// The image of the guard pods, for which a drain waits; none disables them.
     pub guard_image: Option<String>,

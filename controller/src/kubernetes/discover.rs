@@ -25,7 +25,7 @@ pub struct Machines {
     drivers: Reflector<String>,
 }
 
-/// Changes of [`Machines`].
+/// Wakes a task after changes of [`Machines`].
 #[derive(Debug)]
 pub struct MachineChanges {
     machines: watch::Receiver<()>,

@@ -28,7 +28,6 @@ const BEAT_EVERY: Duration = Duration::from_secs(1);
 /// misses none.
 const BEATS_MISSED_MAX: u32 = 10;
 
-/// The state of the thread.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum LeaseState {
     /// The thread has made no request yet.

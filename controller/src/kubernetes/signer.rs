@@ -37,7 +37,7 @@ const USAGES: &[&str] = &["digital signature", "key encipherment", "server auth"
 /// The decision about one request.
 #[derive(Debug)]
 enum RequestDecision {
-    /// Sign it for this node.
+    /// Approve and sign the request, which the kubelet of the node made.
     Sign { node: String, request: Box<CertificateRequest> },
     /// Deny it for this reason.
     Deny(String),

@@ -22,7 +22,7 @@ const HASH_LABEL: &str = "pod-template-hash";
 pub struct Workload {
     /// The kind: Deployment, StatefulSet, …, or Pod for a pod without an owner.
     pub kind: String,
-    /// The name of the workload.
+    /// Name in the namespace of the pod.
     pub name: String,
     /// Name of the pod in its namespace.
     pub pod: String,

@@ -18,7 +18,7 @@ impl Signals {
         })
     }
 
-    /// Returns the name of the next signal.
+    /// Returns SIGTERM or SIGINT as soon as the process receives it.
     pub(super) async fn next(&mut self) -> &'static str {
         tokio::select! {
             _ = self.terminate.recv() => "SIGTERM",

@@ -83,7 +83,7 @@ pub enum StoreError {
     /// The store does not answer now. The write may have succeeded all the same. Try again.
     #[error("the store is unreachable: {message}")]
     Unavailable {
-        /// The request and its error.
+        /// The failed request and the error.
         message: String,
     },
     /// The store does not take this object, however often it is tried.
@@ -91,7 +91,7 @@ pub enum StoreError {
     Refused {
         /// The object to write.
         key: Key,
-        /// The message of the store.
+        /// The reason of the refusal.
         message: String,
     },
     /// Another controller has the file.
@@ -100,7 +100,7 @@ pub enum StoreError {
     /// The file cannot be opened.
     #[error("cannot open the store {path}: {message}")]
     Open {
-        /// The file.
+        /// Path of the database.
         path: PathBuf,
         /// The error of the database or the system.
         message: String,
@@ -108,7 +108,7 @@ pub enum StoreError {
     /// The file exists and is not a store of this version.
     #[error("the store {path} cannot be used: {message}")]
     Format {
-        /// The file.
+        /// Path of the database.
         path: PathBuf,
         /// The problem of the file.
         message: String,
@@ -119,7 +119,7 @@ pub enum StoreError {
          again"
     )]
     Write {
-        /// The file.
+        /// Path of the database.
         path: PathBuf,
         /// The error of the database or the system.
         message: String,

@@ -217,7 +217,6 @@ impl FakeAgent {
         self.send(Type::Set, changed);
     }
 
-    /// Changes the status of the engine of `volume`.
     pub fn engine(&self, volume: &str, change: impl FnOnce(&mut v1::EngineStatus)) {
         let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
         let mut state = self.state();
@@ -313,7 +312,6 @@ impl FakeAgent {
         }
     }
 
-    /// Loses a directory.
     pub fn lose_directory(&self, name: &str) {
         assert!(self.state().directories.remove(name), "{name} is not there");
     }

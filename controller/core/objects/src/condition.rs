@@ -70,7 +70,7 @@ impl ConditionType {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Condition {
-    /// The statement.
+    /// The statement, whose true side is the good one.
     #[serde(rename = "type")]
     pub kind: ConditionType,
     /// True if the statement holds.

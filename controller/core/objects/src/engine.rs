@@ -28,7 +28,7 @@ pub struct Engine {
     { "rule": "self.attach >= oldSelf.attach", "message": "the number of the attachment only ever rises" },
 ]))]
 pub struct EngineSpec {
-    /// The volume of the engine.
+    /// Name of the Volume object; the Engine object has the same name.
     #[schemars(with = "schema::VolumeName")]
     pub volume_name: VolumeName,
     /// In bytes.

@@ -45,7 +45,7 @@ pub use volume::{DEFAULT_REPLICAS, Display, RebuildLimits, Salvage, Volume, Volu
 #[serde(tag = "kind")]
 #[allow(clippy::large_enum_variant, reason = "few are under way at a time, and those in decisions are boxed")]
 pub enum Object {
-    /// A Volume object.
+    /// The desired and the reported state of a volume.
     Volume(Volume),
     /// The engine of a volume.
     Engine(Engine),
@@ -77,7 +77,7 @@ impl Object {
         }
     }
 
-    /// Returns the kind of the object.
+    /// Returns the kind, which is the tag in the stored form.
     #[must_use]
     pub const fn kind(&self) -> Kind {
         match self {
@@ -88,7 +88,7 @@ impl Object {
         }
     }
 
-    /// Returns the key of the object.
+    /// Returns kind and name, which identify the object in a store.
     #[must_use]
     pub fn key(&self) -> Key {
         Key::new(self.kind(), &self.metadata().name)

@@ -33,7 +33,7 @@ impl Kind {
 /// The identity of an object in a store.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key {
-    /// The kind of the object.
+    /// The kind, within which the name is unique.
     pub kind: Kind,
     /// The name, which is unique within the kind.
     pub name: String,

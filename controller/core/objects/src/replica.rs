@@ -29,7 +29,7 @@ pub struct Replica {
                 changed",
 }]))]
 pub struct ReplicaSpec {
-    /// The volume of the replica.
+    /// Name of the Volume object that the replica belongs to.
     #[schemars(with = "schema::VolumeName")]
     pub volume_name: VolumeName,
     /// In bytes.

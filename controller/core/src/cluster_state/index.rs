@@ -100,7 +100,6 @@ impl Index {
         }
     }
 
-    /// Removes the object of that key.
     pub fn remove(&mut self, key: &Key) {
         match key.kind {
             Kind::Volume => self.set_volume(&key.name, None),

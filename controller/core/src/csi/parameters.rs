@@ -179,7 +179,7 @@ pub enum ParameterError {
         known = known()
     )]
     Longhorn {
-        /// The name of the parameter.
+        /// The key as in the StorageClass.
         key: String,
         /// The given value.
         value: String,
@@ -187,7 +187,7 @@ pub enum ParameterError {
     /// The value can never work.
     #[error("parameter {key} = {value:?}: use {expected}")]
     Value {
-        /// The name of the parameter.
+        /// The key as in the StorageClass.
         key: String,
         /// The given value.
         value: String,

@@ -36,9 +36,9 @@ pub struct Guard {
 pub struct GuardPod {
     /// The uid of its Node object.
     pub uid: String,
-    /// The machine of the pod.
+    /// Name of the Kubernetes node that runs it; empty without one.
     pub machine: String,
-    /// The message of the pod.
+    /// Read from its annotation: the volumes, and the events that they wait for.
     pub message: String,
     /// True if the pod runs no more, because the machine had no room for it or ended it.
     pub has_ended: bool,

@@ -13,11 +13,11 @@ use crate::{ClusterState, NodeName, Timestamp, labels};
 /// The arguments of a call that makes a volume.
 #[derive(Clone, Debug, Default)]
 pub struct CreateVolume {
-    /// The name of the volume.
+    /// Name for the Volume object.
     pub name: String,
-    /// In bytes.
+    /// The size: a multiple of [`BLOCK_BYTES`], at most [`MAX_VOLUME_BYTES`].
     pub size_bytes: u64,
-    /// None takes the default.
+    /// None: [`DEFAULT_REPLICAS`].
     pub number_of_replicas: Option<u32>,
     /// The choice of the frontend.
     pub frontend: Frontend,

@@ -51,7 +51,7 @@ pub enum RequestError {
     OtherName {
         /// The name of the object.
         name: String,
-        /// In its spec.
+        /// The name in its spec.
         other: String,
     },
     /// The volume does not exist.
@@ -76,7 +76,7 @@ pub enum RequestError {
     Exists {
         /// The taken name.
         name: String,
-        /// The difference.
+        /// The property that differs, such as "number of replicas".
         differs: &'static str,
     },
     /// The volume is wanted somewhere else.
@@ -151,7 +151,7 @@ pub enum RequestError {
         name: String,
         /// The size that it should have now.
         has: u64,
-        /// The requested size.
+        /// The requested size in bytes.
         wanted: u64,
     },
     /// The disks of its replicas have no room for more.
@@ -159,7 +159,7 @@ pub enum RequestError {
     NoRoom {
         /// Name of the volume to expand.
         name: String,
-        /// The requested size.
+        /// The requested size in bytes.
         wanted: u64,
         /// The disks, and the reasons.
         refusal: Box<PlacementRefusal>,
@@ -235,7 +235,7 @@ pub enum RequestError {
          the disk never comes back, run shorthornctl disk remove --lost {node} {path}"
     )]
     DiskHasReplicas {
-        /// The name of the node that has the disk.
+        /// Name of the Node object.
         node: String,
         /// The disk there.
         path: String,
@@ -246,7 +246,7 @@ pub enum RequestError {
          moves its replicas. With --force its replicas are given up anyway"
     )]
     DiskIsUsable {
-        /// The name of the node that has the disk.
+        /// Name of the Node object.
         node: String,
         /// The disk there.
         path: String,
@@ -257,7 +257,7 @@ pub enum RequestError {
          volumes are lost"
     )]
     DiskHasLast {
-        /// The name of the node that has the disk.
+        /// Name of the Node object.
         node: String,
         /// The disk there.
         path: String,
@@ -272,7 +272,7 @@ pub enum RequestError {
          the disk is added again"
     )]
     DiskHasTrash {
-        /// The name of the node that has the disk.
+        /// Name of the Node object.
         node: String,
         /// The disk there.
         path: String,
@@ -286,7 +286,7 @@ pub enum RequestError {
          salvage NAME)"
     )]
     DiskHasMajority {
-        /// The name of the node that has the disk.
+        /// Name of the Node object.
         node: String,
         /// The disk there.
         path: String,
@@ -302,7 +302,7 @@ pub enum RequestError {
         node: String,
         /// The disk there.
         path: String,
-        /// The directory.
+        /// Name of the directory.
         name: String,
     },
     /// The caller has not confirmed the loss.
@@ -331,7 +331,7 @@ pub enum RequestError {
         name: String,
         /// The node in Kubernetes that has the volume.
         node: String,
-        /// The object that says so.
+        /// Name of the VolumeAttachment object.
         attachment: String,
     },
     /// The volume is not attached.

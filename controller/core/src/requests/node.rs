@@ -41,7 +41,7 @@ pub fn add_disk(
 /// The changes of a node by an administrator; none leaves a field unchanged.
 #[derive(Clone, Debug, Default)]
 pub struct SetNode {
-    /// The name of the node.
+    /// Name of the Node object.
     pub name: String,
     /// True to allow new replicas on the node. That also cancels an eviction.
     pub allow_scheduling: Option<bool>,
@@ -92,7 +92,7 @@ impl SetNode {
 /// The changes of a disk by an administrator; none leaves a field unchanged.
 #[derive(Clone, Debug, Default)]
 pub struct SetDisk {
-    /// The name of the node that has the disk.
+    /// Name of the Node object.
     pub node: String,
     /// The directory there.
     pub path: String,

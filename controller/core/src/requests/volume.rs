@@ -92,7 +92,7 @@ pub fn set_replicas(cluster: &ClusterState, name: &str, wanted: u32) -> Result<C
 /// The changes of a volume by its owner; none leaves a field unchanged.
 #[derive(Clone, Debug, Default)]
 pub struct SetVolume {
-    /// The name of the volume.
+    /// Name of the Volume object.
     pub name: String,
     /// The wanted number of replicas. Surplus ones are removed one at a time while the volume is attached.
     pub number_of_replicas: Option<u32>,

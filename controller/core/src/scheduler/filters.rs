@@ -24,7 +24,7 @@ pub enum Filter {
     NodeAntiAffinity,
     /// The node has to have a disk.
     HasDisk,
-    /// The disk has to be usable.
+    /// A disk without a [refusal](DiskCandidate::refusal).
     DiskUsable,
     /// The disk has to have the tags that the volume asks for.
     DiskTags,

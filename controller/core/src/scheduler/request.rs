@@ -76,7 +76,7 @@ pub struct NodeCandidate {
     pub name: NodeName,
     /// The zone, whose nodes may fail together.
     pub zone: Option<Label>,
-    /// The tags of the node.
+    /// The tags that [`PlacementRequest::node_selector`] is compared with.
     pub tags: Labels,
     /// True if its administrator wants no new replicas there.
     pub cordoned: bool,
@@ -88,24 +88,24 @@ pub struct NodeCandidate {
     pub not_ready: Option<String>,
     /// True if the node rebuilds as many replicas as it may.
     pub is_busy: bool,
-    /// The disks of the node.
+    /// The disks that its spec lists, usable or not.
     pub disks: Vec<DiskCandidate>,
 }
 
 /// A disk that could take replicas.
 #[derive(Clone, Debug)]
 pub struct DiskCandidate {
-    /// The path of the disk.
+    /// The directory that is the disk.
     pub path: String,
     /// The identity of the disk.
     pub uuid: String,
-    /// The tags of the disk.
+    /// The tags that [`PlacementRequest::disk_selector`] is compared with.
     pub tags: Labels,
     /// The reason why the node takes no replica.
     pub refusal: Option<String>,
-    /// The size in bytes.
+    /// The size of the file system in bytes.
     pub total_bytes: u64,
-    /// The free bytes.
+    /// The free bytes of the file system.
     pub available_bytes: u64,
     /// The bytes that replicas leave to other users.
     pub reserved_bytes: u64,

@@ -9,7 +9,6 @@ use super::{TagList, WaitArgs};
 use crate::format::seconds;
 use crate::list;
 
-/// Commands for volumes.
 #[derive(Debug, Subcommand)]
 pub enum VolumeCommand {
     /// Creates a volume, and waits until its replicas are scheduled
@@ -153,7 +152,7 @@ pub enum VolumeCommand {
     },
 }
 
-/// Changes to a volume.
+/// The changes of `volume set`, of which at least one is required.
 #[derive(Debug, Args)]
 #[group(required = true, multiple = true)]
 pub struct VolumeChanges {

@@ -46,7 +46,7 @@ impl<W: Write> Archive<W> {
         Archive { tar, folder: folder.to_owned(), now, missing_entries: Vec::new() }
     }
 
-    /// Adds a text.
+    /// Adds a text after removing its secrets.
     pub(super) fn add_text(&mut self, name: &str, text: &str) -> io::Result<()> {
         self.add(name, redact::text(text).as_bytes())
     }

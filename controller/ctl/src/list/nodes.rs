@@ -50,7 +50,6 @@ fn node(node: v1::NodeObject) -> Entry {
     Entry { name, rows, fields: fields(&node) }
 }
 
-/// Returns the disks of all nodes.
 pub(super) fn disks(nodes: Vec<v1::NodeObject>) -> List {
     let of_node = |node: v1::NodeObject| {
         let name = node.name;

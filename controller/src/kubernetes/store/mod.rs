@@ -94,7 +94,7 @@ pub enum OpenError {
         count: usize,
         /// A volume that needs the key.
         volume: String,
-        /// The fingerprint of the lost key.
+        /// Identifies the lost key, if a volume has recorded that.
         fingerprint: String,
     },
     /// The Secret has a key that volumes were not made with.

@@ -24,7 +24,7 @@ pub struct VersionOrder {
 /// All objects of one kind on the API server.
 #[derive(Clone, Debug, Default)]
 pub struct ObjectList {
-    /// The version of the list.
+    /// The resource version of the list, at which its watch begins.
     pub version: u64,
     /// The valid objects.
     pub objects: Vec<Object>,

@@ -54,7 +54,6 @@ impl StoreFile {
         Ok(StoreFile::over(path, database))
     }
 
-    /// Returns the file with that database.
     pub(super) fn over(path: &Path, database: Database) -> StoreFile {
         StoreFile { path: path.to_owned(), database }
     }
@@ -141,7 +140,6 @@ impl StoreFile {
     }
 }
 
-/// Returns the name of an object in the file.
 pub(super) fn name(key: &Key) -> String {
     format!("{}/{}", key.kind.as_str(), key.name)
 }
