@@ -35,7 +35,7 @@ pub enum Transport {
 pub struct BareVolumeOptions {
     /// The directory of its files.
     pub dir: PathBuf,
-    /// The size in bytes.
+    /// `size_bytes` in the specs of all processes.
     pub size_bytes: u64,
     /// The directories of its replicas.
     pub disks: Vec<PathBuf>,

@@ -44,7 +44,7 @@ pub struct Persistent {
     pub handle: String,
     fs_type: String,
     attributes: Value,
-    /// The size in bytes.
+    /// The capacity in bytes.
     pub size_bytes: i64,
 }
 

@@ -98,7 +98,7 @@ impl ClusterNode {
         Ok(())
     }
 
-    /// Returns the name in the cluster.
+    /// Returns the `node_name` of the agent.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name

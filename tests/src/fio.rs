@@ -19,7 +19,7 @@ pub struct FioReport {
     pub bytes_per_s: f64,
     /// Mean time of a request, in microseconds.
     pub mean_us: f64,
-    /// Requests in all.
+    /// The number of requests of the run.
     pub requests: u64,
 }
 

@@ -216,7 +216,7 @@ impl<C: VolumeClient> Guest<C> {
         self.counts
     }
 
-    /// Returns the number of reconnections of the client.
+    /// Returns the number of times that the client has connected again.
     #[must_use]
     pub fn reconnections(&self) -> u64 {
         self.client.reconnections()

@@ -34,7 +34,7 @@ pub struct Hosts {
     follow: bool,
     /// The address of the controller.
     server: String,
-    /// The program of the agents.
+    /// Path of shorthorn-agent.
     agent_program: PathBuf,
     // Last: with it go all processes on the hosts.
     network: Network,

@@ -21,7 +21,7 @@ const STOP_LIMIT: Duration = Duration::from_secs(60);
 /// The options of a volume that runs in `shorthorn-agent run`.
 #[derive(Clone, Debug)]
 pub struct LocalVolumeOptions {
-    /// The name of the volume.
+    /// Name of the volume on the command line.
     pub name: String,
     /// The directory of its replicas.
     pub dir: PathBuf,
@@ -57,7 +57,7 @@ pub struct ReadyAnnouncement {
     /// The URI for NBD clients; empty if it has a device.
     #[serde(deserialize_with = "text_or_nothing")]
     pub uri: String,
-    /// The socket of that.
+    /// The socket in `uri`.
     pub socket: Option<PathBuf>,
     /// All processes.
     pub pids: Pids,
@@ -68,9 +68,9 @@ pub struct ReadyAnnouncement {
 /// A replica of a local volume.
 #[derive(Clone, Debug, Deserialize)]
 pub struct ReadyReplica {
-    /// The id of the replica.
+    /// The identity in views.
     pub id: String,
-    /// The directory of the replica.
+    /// The directory with the data.
     pub directory: PathBuf,
 }
 

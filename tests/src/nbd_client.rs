@@ -30,7 +30,7 @@ pub enum NbdRequest {
     Write {
         /// The first byte.
         offset: u64,
-        /// The data to write.
+        /// The bytes to store.
         data: Vec<u8>,
         /// Durable when answered.
         fua: bool,

@@ -23,7 +23,7 @@ pub enum ViewError {
     /// A member has no valid id.
     #[error(transparent)]
     Member(#[from] ReplicaIdError),
-    /// The view has too many members.
+    /// More members than a view can hold.
     #[error(transparent)]
     Members(#[from] TooManyMembers),
     /// A part is missing.

@@ -12,12 +12,12 @@ const MOUNT_FLAGS_MAX_BYTES: usize = 3 << 10;
 /// The requested use of a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capability {
-    /// The kind of access.
+    /// A block device, or a file system with its mount flags.
     pub access: VolumeAccess,
     mode: Mode,
 }
 
-/// The kind of access to a volume.
+/// The form in which a pod gets a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum VolumeAccess {
     /// The volume is used as a block device.

@@ -15,9 +15,9 @@ use crate::role::Role;
 pub enum RoleKind {
     /// Callers without a certificate too.
     Anyone,
-    /// Controllers.
+    /// Callers with the certificate of a controller.
     Controller,
-    /// Administrators.
+    /// Callers with the certificate of an administrator.
     Admin,
     /// Agents. No method permits them: an attacker on one node gets no hold of others.
     Node,

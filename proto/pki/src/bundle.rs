@@ -50,11 +50,11 @@ pub enum BundleError {
     /// A part is missing, or is there twice.
     #[error("the PEM file has {found} sections {tag:?}, expected {expected}")]
     Sections {
-        /// The kind of section.
+        /// The label between the dashes of PEM.
         tag: &'static str,
         /// Number of sections in the file.
         found: usize,
-        /// Expected number of sections.
+        /// The allowed numbers, such as "1 to 4".
         expected: &'static str,
     },
     /// The trust list cannot be read.

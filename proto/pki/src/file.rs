@@ -20,9 +20,9 @@ pub enum StoreError {
     /// The system refuses it.
     #[error("cannot {verb} {path}: {error}")]
     Io {
-        /// The step.
+        /// The verb of the failed call, such as "read".
         verb: &'static str,
-        /// The file.
+        /// Path of the file or folder that the call was for.
         path: PathBuf,
         /// The error of the system.
         error: io::Error,
@@ -32,7 +32,7 @@ pub enum StoreError {
         "{path} has mode {mode:o}: its private key must be readable by its owner only; run chmod 600 {path}"
     )]
     Mode {
-        /// The file.
+        /// Path of the bundle.
         path: PathBuf,
         /// The mode of the file.
         mode: u32,
@@ -40,7 +40,7 @@ pub enum StoreError {
     /// Not a bundle.
     #[error("{path} cannot be used: {error}")]
     Bundle {
-        /// The file.
+        /// The file with the bundle.
         path: PathBuf,
         /// The problem of the bundle.
         error: BundleError,

@@ -92,7 +92,6 @@ struct Address {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub(crate) struct Begun {
-    /// The number of the handshake.
     pub id: u64,
     /// The handshake whose place it has taken, which has to be ended.
     pub displaced: Option<u64>,

@@ -40,7 +40,7 @@ pub enum RequestError {
     /// The request is for another node or administrator.
     #[error("the certificate signing request names {found:?}, not {expected:?}")]
     Name {
-        /// The name in the request.
+        /// A requested name that differs, cut off after 80 characters.
         found: String,
         /// The name that it may have.
         expected: String,

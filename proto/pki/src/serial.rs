@@ -34,7 +34,7 @@ impl Serial {
         Ok(Serial(bytes.to_vec()))
     }
 
-    /// Returns the bytes of the serial number.
+    /// Returns the number in big-endian order.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.0

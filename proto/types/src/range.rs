@@ -17,17 +17,17 @@ pub enum RangeError {
     /// Offset plus length does not fit 64 bits.
     #[error("offset {offset_bytes} plus length {length_bytes} overflows")]
     Overflow {
-        /// The start of the range.
+        /// The requested first byte.
         offset_bytes: u64,
-        /// The length of the range.
+        /// The requested number of bytes.
         length_bytes: u64,
     },
     /// Offset or length is not a multiple of the sector.
     #[error("offset {offset_bytes} or length {length_bytes} is not a multiple of 512 bytes")]
     Unaligned {
-        /// The start of the range.
+        /// The requested first byte.
         offset_bytes: u64,
-        /// The length of the range.
+        /// The requested number of bytes.
         length_bytes: u64,
     },
     /// The range has no bytes.
@@ -36,7 +36,7 @@ pub enum RangeError {
     /// The range extends past the end of the volume.
     #[error("the range ends at {end_bytes}, past the end of the volume at {size_bytes}")]
     PastEnd {
-        /// The end of the range.
+        /// The first byte behind the range.
         end_bytes: u64,
         /// The size of the volume.
         size_bytes: u64,

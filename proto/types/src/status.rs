@@ -82,7 +82,7 @@ pub enum MemberMode {
 }
 
 impl MemberMode {
-    /// All modes.
+    /// Every mode, for metrics and schemas.
     pub const ALL: [MemberMode; 4] =
         [MemberMode::Member, MemberMode::Failed, MemberMode::Connecting, MemberMode::Rebuilding];
 
@@ -119,7 +119,7 @@ pub struct CopyStatus {
     /// The bytes to copy at the beginning, in whole regions, including those counted while the replica was
     /// absent.
     pub total_bytes: u64,
-    /// The bytes left to copy.
+    /// The bytes that are not copied yet.
     pub left_bytes: u64,
     /// The rate in bytes per second.
     pub bytes_per_s: u64,
@@ -209,7 +209,7 @@ pub struct GrantWanted {
 /// State of one engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineStatus {
-    /// The name of its volume.
+    /// See `volume` in the spec of the process.
     pub volume: VolumeName,
     /// The process; none in the status that an agent reports, which has it beside.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -218,7 +218,7 @@ pub struct EngineStatus {
     pub phase: EnginePhase,
     /// The reason for people; empty without a problem.
     pub message: String,
-    /// The generation of the engine.
+    /// The generation that the process has taken.
     pub generation: Generation,
     /// The current view, once there is one.
     pub view: Option<View>,
@@ -419,11 +419,11 @@ pub enum ReplicaPhase {
 /// State of one replica process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReplicaStatus {
-    /// The name of its volume.
+    /// See `volume` in the spec of the process.
     pub volume: VolumeName,
     /// Identity of the replica in views.
     pub replica: ReplicaId,
-    /// The process.
+    /// The process id.
     pub pid: u32,
     /// The phase of the process.
     #[serde(flatten, with = "phase_flags")]
@@ -445,7 +445,7 @@ pub struct ReplicaStatus {
     /// The views that it knows, no older than the generation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub views: Option<ReplicaReport>,
-    /// The directory of the replica.
+    /// The directory with the chain and the state of the replica.
     pub directory: PathBuf,
 }
 

@@ -27,7 +27,7 @@ impl fmt::Display for ViewId {
 pub struct View {
     /// The id of the view; the newer view has the greater id.
     pub id: ViewId,
-    /// The members of the view.
+    /// The replicas that hold every acknowledged write.
     pub members: Members,
 }
 
@@ -117,7 +117,7 @@ impl Members {
         self.count += 1;
     }
 
-    /// Returns the number of members.
+    /// Returns the number of members, at most [`MAX_MEMBERS`].
     #[must_use]
     pub fn len(&self) -> usize {
         usize::from(self.count)

@@ -17,7 +17,7 @@ use crate::quorum::{Quorum, quorum};
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Arbiter {
     granted: Option<View>,
-    /// From which attachment on this record is known to be older than the volume; 0: it is not.
+    /// The attachment from which on this record is known to be older than the volume; 0: it is not.
     #[serde(default, skip_serializing_if = "is_zero")]
     stale_since: u64,
 }
@@ -69,7 +69,7 @@ pub enum NotGranted {
     NotStored {
         /// The requested view.
         target: View,
-        /// The members that are missing.
+        /// Members of the target that have not stored it.
         missing: Members,
     },
     /// The target has no member, or is not newer than the view that it replaces, or has members from outside

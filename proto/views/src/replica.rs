@@ -51,7 +51,7 @@ pub enum Refused {
     /// Another view was proposed with the same number.
     #[error("view {proposed} has other members than the view of that number that was proposed before")]
     SameNumber {
-        /// The number of both.
+        /// The id that both views have.
         proposed: ViewId,
     },
     /// The proposed views are more than a replica keeps.

@@ -15,7 +15,7 @@ pub struct Basis {
     pub honoured: ReplicaReport,
     /// The replicas that surely hold every acknowledged write, reached or not.
     pub holders: Members,
-    /// The reached members.
+    /// The `holders` that were reached.
     pub members: Members,
     /// True if the arbiter has to grant the first view.
     pub needs_grant: bool,

@@ -32,7 +32,7 @@ impl LoopDevice {
         LoopDevice(run("losetup", &[Path::new("--find"), Path::new("--show"), file]).into())
     }
 
-    /// Returns the path of the device.
+    /// Returns `/dev/loopN`.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.0

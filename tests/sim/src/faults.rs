@@ -88,7 +88,7 @@ pub enum FaultyOperation {
     Write,
     /// Flushes.
     Flush,
-    /// Reads.
+    /// Reads of the volume.
     Read,
     /// Checks.
     Verify,

@@ -286,7 +286,7 @@ const LIES_MAX: u64 = 4;
 /// The time after which replicas that come back by themselves are back.
 const PATIENCE_US: u64 = 8_000_000;
 
-/// Runs a script.
+/// Runs a script. Then the faults end, and the volume has to recover.
 #[must_use]
 pub fn run(script: &Script, options: RunOptions) -> ScriptResult {
     let sim = Rc::new(RefCell::new(make_simulation(script, options)));

@@ -80,7 +80,6 @@ pub enum Ask {
 /// A block that holds rot, and its former data, which only the simulation knows.
 pub type RottenBlock = (u64, Block);
 
-/// An answer of a replica.
 #[derive(Clone, Debug)]
 pub enum ReplicaAnswer {
     /// The request is done, without data.

@@ -7,7 +7,7 @@ use std::time::Duration;
 pub enum FaultKind {
     /// kill -9, and a start some time later.
     ReplicaKilled,
-    /// The engine is killed.
+    /// kill -9 of the engine, and a start some time later.
     EngineKilled,
     /// SIGSTOP, and SIGCONT some time later.
     ReplicaPaused,
@@ -58,7 +58,7 @@ pub type Row = (Group, FaultKind);
 /// A fault of an episode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hit {
-    /// The kind of fault.
+    /// The fault that begins.
     pub kind: FaultKind,
     /// The index of the replica; meaningless for the engine.
     pub replica: usize,
@@ -88,7 +88,7 @@ pub struct FaultStep {
     pub at: Duration,
     /// True if it ends then; else it begins.
     pub is_end: bool,
-    /// The index of the hit.
+    /// The index in [`Episode::hits`].
     pub hit: usize,
 }
 

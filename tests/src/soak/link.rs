@@ -22,7 +22,6 @@ const CHUNK_BYTES: usize = 64 << 10;
 /// The first bytes of a frame (`shorthorn_wire`).
 const FRAME_MAGIC: &[u8] = b"SHRN";
 
-/// A direction of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LinkDirection {
     ToReplica,

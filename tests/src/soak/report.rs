@@ -11,7 +11,6 @@ use super::watch::{Load, Seen};
 /// The maximum number of printed lines of one kind.
 const SHOWN_MAX: usize = 20;
 
-/// The results of an episode.
 #[derive(Clone, Debug)]
 pub(super) struct EpisodeResult {
     pub seen: Seen,

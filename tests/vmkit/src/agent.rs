@@ -298,7 +298,7 @@ impl RunningCommand {
         self.collected.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Kills the command.
+    /// Kills the command by closing the connection to its agent.
     pub fn kill(self) {}
 
     pub(crate) fn send(&self, kind: u8, payload: &[u8]) -> Result<()> {

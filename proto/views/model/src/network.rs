@@ -21,7 +21,7 @@ pub enum Message {
         engine: u8,
         /// The receiver.
         replica: u8,
-        /// The number of the view.
+        /// The index in [`Engine::proposals`](crate::Engine::proposals), plus one.
         number: u8,
     },
     /// A replica has stored it.
@@ -30,7 +30,7 @@ pub enum Message {
         engine: u8,
         /// The sender.
         replica: u8,
-        /// The number of the view.
+        /// The index in [`Engine::proposals`](crate::Engine::proposals), plus one.
         number: u8,
     },
     /// The view `number` is committed.
@@ -39,7 +39,7 @@ pub enum Message {
         engine: u8,
         /// The receiver.
         replica: u8,
-        /// The number of the view.
+        /// The index in [`Engine::proposals`](crate::Engine::proposals), plus one.
         number: u8,
     },
     /// A write with its data.
@@ -48,7 +48,7 @@ pub enum Message {
         engine: u8,
         /// The receiver.
         replica: u8,
-        /// Over which of the connections that the two have had.
+        /// The number of the connection; the two may have had several.
         link: u8,
         /// Index of the write in the run, from 0.
         write: u8,
@@ -59,7 +59,7 @@ pub enum Message {
         engine: u8,
         /// The sender.
         replica: u8,
-        /// Over which connection.
+        /// The number of the connection that the write came over.
         link: u8,
         /// Index of the write that the replica has applied.
         write: u8,
@@ -68,14 +68,14 @@ pub enum Message {
     Ask {
         /// The sender.
         engine: u8,
-        /// The number of the view.
+        /// The index in [`Engine::proposals`](crate::Engine::proposals), plus one.
         number: u8,
     },
     /// The arbiter has recorded it.
     Granted {
         /// The receiver.
         engine: u8,
-        /// The number of the view.
+        /// The index in [`Engine::proposals`](crate::Engine::proposals), plus one.
         number: u8,
     },
     /// The arbiter refuses; its last grant is in [`crate::Engine::refusal`].

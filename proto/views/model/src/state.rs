@@ -60,7 +60,7 @@ pub struct Replica {
 /// The state of an engine process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Engine {
-    /// The generation of this engine.
+    /// Attachment, restart and nonce.
     pub generation: Generation,
     /// True if the process runs.
     pub alive: bool,
@@ -107,11 +107,11 @@ pub struct Proposal {
 /// A change under way.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Underway {
-    /// The real state machine.
+    /// The state machine of the product.
     pub change: ViewChange,
     /// The replicas to which it may be proposed.
     pub reached: Bits,
-    /// True if it was.
+    /// True if the change was proposed.
     pub proposed: bool,
     /// True if it must not be before it is granted.
     pub asks_first: bool,

@@ -31,12 +31,12 @@ pub enum ModelStep {
     },
     /// An engine process ends.
     Crash {
-        /// The index of the engine.
+        /// The process that ends.
         engine: u8,
     },
     /// A replica process ends and comes back: its connections are gone.
     ReplicaCrash {
-        /// The index of the replica.
+        /// The process that ends.
         replica: u8,
     },
     /// A message arrives, and stays in the network.
@@ -44,9 +44,9 @@ pub enum ModelStep {
     /// A starting engine has reached enough replicas, and chooses its members among those that hold
     /// everything. It asks the arbiter if necessary.
     Choose {
-        /// The index of the engine.
+        /// The starting engine.
         engine: u8,
-        /// The chosen members.
+        /// The members of the first view.
         members: Bits,
         /// The replicas that it has reached, and that are to store nothing.
         left_out: Bits,
@@ -54,62 +54,62 @@ pub enum ModelStep {
     /// The engine makes its members equal, and proposes its first view to the replicas that it had reached
     /// when it chose.
     Begin {
-        /// The index of the engine.
+        /// The starting engine.
         engine: u8,
         /// The member whose data all get.
         source: u8,
     },
     /// A serving engine takes a member for failed.
     Leave {
-        /// The index of the engine.
+        /// The serving engine.
         engine: u8,
-        /// The index of the member.
+        /// The member that has failed.
         replica: u8,
     },
     /// An engine gives up one more replica while it changes its view.
     LeaveToo {
-        /// The index of the engine.
+        /// The engine that changes its view.
         engine: u8,
-        /// The index of the replica.
+        /// The replica that is given up.
         replica: u8,
     },
     /// An engine continues in its old view.
     GiveUp {
-        /// The index of the engine.
+        /// The engine that ends the change of its view.
         engine: u8,
     },
     /// A replica outside the view gets the data of a member, and all writes from now on.
     Copy {
-        /// The index of the engine.
+        /// The engine that rebuilds the replica.
         engine: u8,
         /// The receiving replica.
         replica: u8,
-        /// The index of the source.
+        /// The member that is read.
         source: u8,
     },
     /// The engine proposes the rebuilding replica as a member.
     Admit {
-        /// The index of the engine.
+        /// The engine with a rebuilding replica.
         engine: u8,
     },
     /// The engine loses the rebuilding replica before that.
     LoseRebuilt {
-        /// The index of the engine.
+        /// The engine with a rebuilding replica.
         engine: u8,
     },
     /// Exactly half have stored the view under way: the arbiter is asked.
     Ask {
-        /// The index of the engine.
+        /// The engine that changes its view.
         engine: u8,
     },
     /// A write is submitted.
     Write {
-        /// To which engine.
+        /// The engine that gets the write.
         engine: u8,
     },
     /// A write is acknowledged.
     Acknowledge {
-        /// By which engine.
+        /// The engine that got the write.
         engine: u8,
         /// Index of the write in the run, from 0.
         write: u8,

@@ -3,7 +3,7 @@ use crate::model::Model;
 use crate::network::Message;
 use crate::step::ModelStep;
 
-/// A random way.
+/// A random run of the model.
 #[derive(Clone, Debug)]
 pub struct Walk {
     /// The steps that changed something.
@@ -76,7 +76,7 @@ const DELAYED: [u32; 4] = [1, 4, 16, 64];
 /// The weights of steps that hinder an engine: never, rarely, as usual, often.
 const DISTURBED: [u32; 4] = [0, 1, 4, 16];
 
-/// By [`kind`].
+/// The usual weights and the factors that a walk chooses from, by [`kind`].
 const USUAL: [(u32, [u32; 4]); KINDS] = [
     (1, DELAYED),
     (20, DISTURBED),
