@@ -16,7 +16,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use fillers::fillers;
+use fillers::{fillers, verbless};
 use functions::{avoided_names, long_functions};
 use sleeps::unexplained_sleeps;
 use texts::{Kind, Text, count_words, of_markdown, of_proto, of_rust, sentences};
@@ -27,8 +27,10 @@ const BAD_OPENINGS: usize = 0;
 const BAD_ERRORS: usize = 0;
 /// Comments of .proto files that start with one of [`OPENERS`].
 const BAD_PROTO_COMMENTS: usize = 0;
-/// Doc comments that only repeat a name, like "The view." or "Which replica."
+/// Doc comments that only repeat names: of the item, of its type, of the variant and the type around it.
 const FILLERS: usize = 0;
+/// Doc comments that begin without a verb, like "To which replica."
+const VERBLESS: usize = 0;
 /// Lines of more than [`LINE_CHARS_MAX`] characters.
 const LONG_LINES: usize = 0;
 /// Lines with one of [`AVOIDED`].
@@ -177,20 +179,23 @@ fn bad_proto_comments(source: &Source) -> Vec<String> {
     found
 }
 
-fn bad_openings(source: &Source) -> Vec<String> {
+/// Returns the first line of each doc comment with its index, without the marker.
+fn first_doc_lines(source: &Source) -> Vec<(usize, &str)> {
     let mut found = Vec::new();
     let mut before = None;
     for (at, line) in source.lines.iter().enumerate() {
         let marker = doc_marker(line);
         if let Some(marker) = marker.filter(|_| marker != before) {
-            let text = line.trim_start().trim_start_matches(marker).trim();
-            if has_bad_opening(text) {
-                found.push(source.at(at, text));
-            }
+            found.push((at, line.trim_start().trim_start_matches(marker).trim()));
         }
         before = marker;
     }
     found
+}
+
+fn bad_openings(source: &Source) -> Vec<String> {
+    let bad = first_doc_lines(source).into_iter().filter(|(_, text)| has_bad_opening(text));
+    bad.map(|(at, text)| source.at(at, text)).collect()
 }
 
 /// Returns true if the text has the words, and not only as a part of a name.
@@ -390,6 +395,12 @@ fn comments_of_interfaces_start_with_the_thing() {
 fn docs_say_more_than_the_name() {
     let found: Vec<String> = sources().iter().flat_map(fillers).collect();
     check(&found, FILLERS, "FILLERS", "a doc comment says something that the name does not");
+}
+
+#[test]
+fn docs_do_not_begin_with_which() {
+    let found: Vec<String> = sources().iter().flat_map(verbless).collect();
+    check(&found, VERBLESS, "VERBLESS", "a doc comment names the thing instead of asking which");
 }
 
 #[test]
