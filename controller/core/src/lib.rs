@@ -78,6 +78,6 @@ pub mod why;
 pub use action::{Action, AgentCall, Decision, Event, StartEngine, StartReplica};
 pub use cluster_state::{ClusterState, Replicas, ScheduledBytes, UsefulRoom};
 pub use shorthorn_objects::{
-    self as objects, Label, LabelError, Labels, MAX_LABEL_BYTES, NodeName, NodeNameError, ReplicaTarget,
-    Timestamp, labels, schema,
+    self as objects, Label, LabelError, Labels, NodeName, NodeNameError, ReplicaTarget, Timestamp, labels,
+    schema,
 };

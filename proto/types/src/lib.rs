@@ -3,12 +3,15 @@
 //! Nothing here does I/O, reads a clock or allocates on the I/O path.
 #![forbid(unsafe_code)]
 
+mod checked_text;
 mod device_number;
 mod errno;
 mod generation;
 mod image_kind;
+mod label;
 pub mod limits;
 mod name;
+mod node_name;
 pub mod optional;
 mod range;
 mod regions;
@@ -22,7 +25,9 @@ pub use device_number::{DeviceNumber, DeviceNumberError};
 pub use errno::Errno;
 pub use generation::{Generation, ParseViewError};
 pub use image_kind::{HEAD_PREFIX, IMAGE_SUFFIX, ImageKind, SNAPSHOT_PREFIX};
+pub use label::{Label, LabelError, Labels, MAX_LABEL_BYTES, labels};
 pub use name::{NameError, VolumeName};
+pub use node_name::{NodeName, NodeNameError};
 pub use range::{ByteRange, RangeError};
 pub use regions::{
     MarkAction, MarkRegions, REGION_BYTES_MIN, REGIONS_MAX, RUNS_PER_MARK_MAX, RegionSet, Regions, RegionsOf,

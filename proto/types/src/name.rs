@@ -1,9 +1,7 @@
-use std::fmt;
-use std::str::FromStr;
-
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::checked_text;
 use crate::limits::MAX_VOLUME_NAME_BYTES;
 
 /// The name of a volume, a DNS label. So it is safe as a file name, a unit name, a device node and a
@@ -43,45 +41,9 @@ impl VolumeName {
         }
         Ok(VolumeName(text.to_owned()))
     }
-
-    /// Returns the name as text.
-    #[must_use]
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
 }
 
-impl FromStr for VolumeName {
-    type Err = NameError;
-    fn from_str(text: &str) -> Result<VolumeName, NameError> {
-        VolumeName::new(text)
-    }
-}
-
-impl TryFrom<String> for VolumeName {
-    type Error = NameError;
-    fn try_from(text: String) -> Result<VolumeName, NameError> {
-        VolumeName::new(&text)
-    }
-}
-
-impl From<VolumeName> for String {
-    fn from(name: VolumeName) -> String {
-        name.0
-    }
-}
-
-impl fmt::Display for VolumeName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl fmt::Debug for VolumeName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}", self.0)
-    }
-}
+checked_text!(VolumeName, NameError);
 
 #[cfg(test)]
 mod tests {

@@ -37,6 +37,7 @@ pub struct EngineSpec {
     pub volume_size: u64,
     /// The node on which the engine runs, or ran last.
     #[serde(rename = "nodeID", default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<schema::NodeName>")]
     pub node_id: Option<NodeName>,
     /// The desired state of the process.
     #[serde(deserialize_with = "super::unknown_words::word")]

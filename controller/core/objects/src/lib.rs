@@ -6,10 +6,8 @@
 
 mod condition;
 mod engine;
-mod label;
 mod metadata;
 mod node;
-mod node_name;
 mod optional;
 mod quoted;
 mod replica;
@@ -25,19 +23,17 @@ pub use engine::{
     Engine, EngineSpec, MemberRecord, ReplicaTarget, StoredEngineStatus, StoredExpansionStatus,
 };
 pub use jiff::Timestamp;
-pub use label::{Label, LabelError, Labels, MAX_LABEL_BYTES, labels};
 pub use metadata::{Key, Kind, Metadata};
 pub use node::{
     Discovered, DiskSpec, DiskStatus, FrontendStatus, Node, NodeSpec, NodeStatus, ObservedDisk,
     RESERVED_PERCENT,
 };
-pub use node_name::{NodeName, NodeNameError};
 pub use replica::{DataState, Replica, ReplicaSpec, StoredReplicaStatus};
 pub use shorthorn_types::status::{
     CurrentState, DataLocality, DataLocalityError, DesireState, EnginePhase, Frontend, FrontendError,
     MemberMode, Robustness, VolumeState,
 };
-pub use shorthorn_types::{SECRET_BYTES, Secret};
+pub use shorthorn_types::{Label, LabelError, Labels, NodeName, NodeNameError, SECRET_BYTES, Secret, labels};
 pub use volume::{DEFAULT_REPLICAS, Display, RebuildLimits, Salvage, Volume, VolumeSpec, VolumeStatus};
 
 /// Any object, as a store keeps it.

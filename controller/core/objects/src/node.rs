@@ -41,9 +41,11 @@ pub struct NodeSpec {
     pub eviction_requested: bool,
     /// The tags that volumes can select.
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    #[schemars(with = "Vec<schema::Label>")]
     pub tags: Labels,
     /// The zone, whose nodes may fail together; none: that of the agent, else that in Kubernetes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<schema::Label>")]
     pub zone: Option<Label>,
     /// The disks by path.
     #[serde(default)]
@@ -62,6 +64,7 @@ pub struct Discovered {
     pub address: String,
     /// The zone according to a label.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<schema::Label>")]
     pub zone: Option<Label>,
     /// The time since which it is cordoned in Kubernetes, as this controller has seen it.
     #[serde(default, rename = "cordonedSince", skip_serializing_if = "Option::is_none")]
@@ -92,6 +95,7 @@ pub struct DiskSpec {
     pub storage_reserved: u64,
     /// The tags that volumes can select.
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    #[schemars(with = "Vec<schema::Label>")]
     pub tags: Labels,
 }
 
@@ -114,6 +118,7 @@ pub struct NodeStatus {
     pub max_volumes: Option<u32>,
     /// The zone in the configuration of the agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<schema::Label>")]
     pub zone: Option<Label>,
     /// The frontends that it knows.
     #[serde(default)]

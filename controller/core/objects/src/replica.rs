@@ -42,6 +42,7 @@ pub struct ReplicaSpec {
     pub replica_id: ReplicaId,
     /// The node that it is on, for good.
     #[serde(rename = "nodeID")]
+    #[schemars(with = "schema::NodeName")]
     pub node_id: NodeName,
     /// The disk that it is on, for good.
     pub disk_path: String,

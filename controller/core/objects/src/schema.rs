@@ -84,7 +84,7 @@ words!(
     CurrentState,
 );
 stand_in!(
-    /// Stands for [`NodeName`](crate::NodeName).
+    /// Stands for [`NodeName`](shorthorn_types::NodeName).
     NodeName, {
         "type": "string",
         "maxLength": 253,
@@ -92,8 +92,14 @@ stand_in!(
     }
 );
 stand_in!(
-    /// A tag or a zone.
-    Label, { "type": "string", "maxLength": 63, "pattern": "^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$" }
+    /// Stands for [`Label`](shorthorn_types::Label).
+    Label, {
+        "description":
+            "A tag of a node or a disk, or the name of a zone: a value that a Kubernetes label can have.",
+        "type": "string",
+        "maxLength": 63,
+        "pattern": "^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
+    }
 );
 stand_in!(
     /// A record that is kept unchanged: no API server may remove anything from it.

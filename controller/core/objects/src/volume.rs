@@ -56,6 +56,7 @@ pub struct VolumeSpec {
     pub frontend: Frontend,
     /// The node to attach the volume to; none to detach it.
     #[serde(rename = "nodeID", default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<schema::NodeName>")]
     pub node_id: Option<NodeName>,
     /// True if several replicas may be on one node.
     #[serde(default)]
@@ -68,9 +69,11 @@ pub struct VolumeSpec {
     pub replica_disk_soft_anti_affinity: bool,
     /// The tags that a node must have to get a replica.
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    #[schemars(with = "Vec<schema::Label>")]
     pub node_selector: Labels,
     /// The tags that a disk must have to get a replica.
     #[serde(default, skip_serializing_if = "Labels::is_empty")]
+    #[schemars(with = "Vec<schema::Label>")]
     pub disk_selector: Labels,
     /// The rule for a replica on the node of the engine.
     #[serde(default, deserialize_with = "super::unknown_words::word")]
@@ -92,6 +95,7 @@ pub struct VolumeSpec {
     pub csi_name: Option<String>,
     /// The node of the expected first attachment: as good a place for a replica as the node of the engine.
     #[serde(rename = "preferredNodeID", default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<schema::NodeName>")]
     pub preferred_node_id: Option<NodeName>,
     /// The key that the engine and the replicas prove to each other.
     #[schemars(skip)]
@@ -120,6 +124,7 @@ pub struct VolumeStatus {
     pub robustness: Robustness,
     /// The node of the volume, or the one that it is being attached to or detached from.
     #[serde(rename = "currentNodeID", default, skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<schema::NodeName>")]
     pub current_node_id: Option<NodeName>,
     /// Number of the newest attachment: the first half of the generation that fences older engines.
     /// Only ever rises, and is stored before an engine is started with it.

@@ -1,20 +1,16 @@
 use std::collections::BTreeSet;
-use std::fmt;
-use std::str::FromStr;
 
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::schema;
+use crate::checked_text;
 
 /// The maximum length of a label: that of the value of a Kubernetes label.
 pub const MAX_LABEL_BYTES: usize = 63;
 
 /// A tag of a node or a disk, or the name of a zone: a value that a Kubernetes label can have.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-#[schemars(with = "schema::Label")]
 pub struct Label(String);
 
 /// Tags, or the tags of a selector.
@@ -42,13 +38,9 @@ impl Label {
         }
         Ok(Label(text.to_owned()))
     }
-
-    /// Returns the label as text.
-    #[must_use]
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
 }
+
+checked_text!(Label, LabelError);
 
 /// Returns the labels of these texts.
 ///
@@ -56,38 +48,6 @@ impl Label {
 /// [`LabelError`] for the first text that is not a label.
 pub fn labels(texts: impl IntoIterator<Item = impl AsRef<str>>) -> Result<Labels, LabelError> {
     texts.into_iter().map(|text| Label::new(text.as_ref())).collect()
-}
-
-impl FromStr for Label {
-    type Err = LabelError;
-    fn from_str(text: &str) -> Result<Label, LabelError> {
-        Label::new(text)
-    }
-}
-
-impl TryFrom<String> for Label {
-    type Error = LabelError;
-    fn try_from(text: String) -> Result<Label, LabelError> {
-        Label::new(&text)
-    }
-}
-
-impl From<Label> for String {
-    fn from(label: Label) -> String {
-        label.0
-    }
-}
-
-impl fmt::Display for Label {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl fmt::Debug for Label {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}", self.0)
-    }
 }
 
 #[cfg(test)]
