@@ -28,14 +28,14 @@ const KEY_FILE: &str = "join.key";
 pub fn join(args: &JoinArgs) -> anyhow::Result<String> {
     let config = Config::load(args.config.as_deref())?;
     let token: JoinToken = token_of(&args.token)?.parse()?;
-    let node = Role::node(&config.node_name)?;
+    let node = Role::node(config.node_name.as_str())?;
     let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&config.tls_dir);
     made.with_context(|| config.tls_dir.display().to_string())?;
     let file = file_in(&config.tls_dir);
     let known = shorthorn_pki::load(&file)?.map(|bundle| bundle.trust);
     let (key, key_file) = key_in(&config.tls_dir)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let enrolled = enrol(&token, &args.controller, &config.node_name, &key);
+    let enrolled = enrol(&token, &args.controller, config.node_name.as_str(), &key);
     let certificates = runtime.block_on(async { tokio::time::timeout(LIMIT, enrolled).await });
     let certificates = certificates
         .with_context(|| format!("{} does not answer within {} s", args.controller, LIMIT.as_secs()))??;

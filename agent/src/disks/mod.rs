@@ -44,7 +44,7 @@ pub fn discover(args: &DiscoverArgs) -> anyhow::Result<()> {
     }
     let boot_id = collect::boot_id()?;
     let draw = || uuids.pop().unwrap_or_default();
-    let text = plan::text((&config.node_name, &boot_id), &devices, args.filesystem, draw)?;
+    let text = plan::text((config.node_name.as_str(), &boot_id), &devices, args.filesystem, draw)?;
     if args.file == Path::new("-") {
         return io::stdout().write_all(text.as_bytes()).context("standard output");
     }
@@ -95,8 +95,8 @@ pub fn init(args: &InitArgs) -> anyhow::Result<()> {
     let config = Config::load(args.config.as_deref())?;
     let shown = args.file.display();
     let text = fs::read_to_string(&args.file).with_context(|| shown.to_string())?;
-    let plan =
-        DiskPlan::parse(&text, &config.node_name).map_err(|error| anyhow::anyhow!("{shown}: {error}"))?;
+    let plan = DiskPlan::parse(&text, config.node_name.as_str())
+        .map_err(|error| anyhow::anyhow!("{shown}: {error}"))?;
     let options = init::InitOptions { same_boot: plan.boot_id == collect::boot_id()?, redo: args.redo };
     let wanted: Vec<&PlannedDisk> = plan.disks.iter().filter(|disk| disk.init).collect();
     if wanted.is_empty() {

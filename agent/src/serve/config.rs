@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 use nix::sys::utsname::uname;
 use serde::Deserialize;
 use shorthorn_api::nonempty;
-use shorthorn_csi::TOPOLOGY_VALUE_MAX_BYTES;
 use shorthorn_logging::LogFormat;
 use shorthorn_metrics::MetricsListen;
 use shorthorn_types::limits::{MAX_QUEUE_DEPTH, MAX_QUEUES};
+use shorthorn_types::{Label, NodeName};
 use thiserror::Error;
 use toml::Spanned;
 
@@ -45,9 +45,9 @@ const SUM_MIB_PER_S_MAX: u32 = 65_536;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// Name of this node in the cluster; the host name unless the file has one.
-    pub node_name: String,
+    pub node_name: NodeName,
     /// The zone, whose nodes may fail together, if that is known.
-    pub zone: Option<String>,
+    pub zone: Option<Label>,
     /// The addresses of the node API.
     pub listen: Vec<ListenAddress>,
     /// Key and certificate of the node API.
@@ -222,13 +222,12 @@ impl Config {
             let line = 1 + text.as_bytes()[..end].iter().filter(|byte| **byte == b'\n').count();
             ConfigError::Content { path: path.to_owned(), line, message }
         };
-        let file: File =
+        let wrong = |Wrong(place, message)| content(Some(place), message);
+        let mut file: File =
             toml::from_str(text).map_err(|error| content(error.span(), error.message().to_owned()))?;
-        let mut config = check(file).map_err(|Wrong(place, message)| content(Some(place), message))?;
-        if config.node_name.is_empty() {
-            config.node_name = host_name()?;
-        }
-        Ok(config)
+        let named = unless_empty("node_name", file.node_name.take(), NodeName::new).map_err(wrong)?;
+        let node_name = named.map_or_else(host_name, Ok)?;
+        check(file, node_name).map_err(wrong)
     }
 }
 
@@ -239,7 +238,7 @@ fn read(path: &Path) -> io::Result<String> {
     fs::read_to_string(path)
 }
 
-fn check(file: File) -> Result<Config, Wrong> {
+fn check(file: File, node_name: NodeName) -> Result<Config, Wrong> {
     let listen = match file.listen {
         None => vec![ListenAddress::Unix("/run/shorthorn/agent.sock".into())],
         Some(listen) => listen
@@ -250,8 +249,8 @@ fn check(file: File) -> Result<Config, Wrong> {
     let disks = file.disks.unwrap_or_default().into_iter();
     let state_dir = directory("state_dir", file.state_dir, "/var/lib/shorthorn")?;
     Ok(Config {
-        node_name: optional("node_name", file.node_name, "", |name| node_name(&name))?,
-        zone: optional("zone", file.zone, "", zone)?,
+        node_name,
+        zone: unless_empty("zone", file.zone, Label::new)?,
         listen,
         tls_dir: match file.tls_dir {
             Some(dir) => with("tls_dir", dir, absolute)?,
@@ -312,6 +311,15 @@ fn optional<T, E: ToString>(
     check: impl FnOnce(String) -> Result<T, E>,
 ) -> Result<T, Wrong> {
     with(key, value.unwrap_or_else(|| Spanned::new(0..0, default.to_owned())), check)
+}
+
+/// Checks a text that may be empty, which is like an absent one.
+fn unless_empty<T, E: ToString>(
+    key: &str,
+    value: Option<Spanned<String>>,
+    check: impl FnOnce(&str) -> Result<T, E>,
+) -> Result<Option<T>, Wrong> {
+    optional(key, value, "", |text| nonempty(text).as_deref().map(check).transpose())
 }
 
 fn directory(key: &str, value: Option<Spanned<PathBuf>>, default: &str) -> Result<PathBuf, Wrong> {
@@ -391,22 +399,6 @@ fn kubelet_kubeconfig(text: String) -> Result<KubeconfigChoice, String> {
     }
 }
 
-/// Checks the zone, which kubelet makes the value of a label.
-fn zone(text: String) -> Result<Option<String>, String> {
-    let end = |c: char| c.is_ascii_alphanumeric();
-    let label = text.len() <= TOPOLOGY_VALUE_MAX_BYTES
-        && text.chars().all(|c| end(c) || "-_.".contains(c))
-        && text.starts_with(end)
-        && text.ends_with(end);
-    if text.is_empty() || label {
-        return Ok(nonempty(text));
-    }
-    Err(format!(
-        "{text:?} is not a label value: use letters, digits, '-', '_' and '.', at most \
-         {TOPOLOGY_VALUE_MAX_BYTES}"
-    ))
-}
-
 fn ports(text: &str) -> Result<RangeInclusive<u16>, String> {
     let wrong = || format!("{text:?} is not a range of ports: write it like 10000-14999");
     let (first, last) = text.split_once('-').ok_or_else(wrong)?;
@@ -415,26 +407,10 @@ fn ports(text: &str) -> Result<RangeInclusive<u16>, String> {
     if first == 0 || last < first { Err(wrong()) } else { Ok(first..=last) }
 }
 
-/// Checks the name of the node: a DNS name, as in Kubernetes.
-fn node_name(name: &str) -> Result<String, String> {
-    let label = |label: &str| {
-        let inside = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
-        !label.is_empty() && label.chars().all(inside) && !label.starts_with('-') && !label.ends_with('-')
-    };
-    if name.is_empty() || (name.len() <= 253 && name.split('.').all(label)) {
-        return Ok(name.to_owned());
-    }
-    Err(format!("{name:?} is not a node name: use lower-case letters, digits, '-' and '.', at most 253"))
-}
-
-fn host_name() -> Result<String, ConfigError> {
+fn host_name() -> Result<NodeName, ConfigError> {
     let host = uname().map_err(|error| ConfigError::HostName(error.to_string()))?;
     let name = host.nodename().to_string_lossy().to_lowercase();
-    match node_name(&name) {
-        Ok(name) if !name.is_empty() => Ok(name),
-        Ok(_) => Err(ConfigError::HostName("the name is empty".into())),
-        Err(error) => Err(ConfigError::HostName(error)),
-    }
+    NodeName::new(&name).map_err(|error| ConfigError::HostName(error.to_string()))
 }
 
 #[cfg(test)]
@@ -452,10 +428,10 @@ mod tests {
     fn nothing_is_needed() {
         let config = parse("").unwrap();
         assert_eq!(config.instances, InstancesChoice::Auto);
-        assert!(!config.node_name.is_empty());
+        assert_eq!(config.node_name, host_name().unwrap());
         assert_eq!((config.zone, config.max_volumes), (None, None));
         assert_eq!(parse("max_volumes = 8").unwrap().max_volumes, Some(8));
-        assert_eq!(parse("zone = \"eu-west_1.a\"").unwrap().zone.as_deref(), Some("eu-west_1.a"));
+        assert_eq!(parse("zone = \"eu-west_1.a\"").unwrap().zone, Label::new("eu-west_1.a").ok());
     }
 
     #[test]
@@ -501,7 +477,7 @@ mod tests {
             ("\n\nqueues = \"many\"", "3: invalid type"),
             ("state_dir = \"var\"", "1: state_dir: \"var\" is not an absolute path"),
             ("state_dir = \"/var/../etc\"", "1: state_dir: "),
-            ("zone = \"-a\"", "1: zone: \"-a\" is not a label value"),
+            ("zone = \"-a\"", "1: zone: \"-a\" is not a tag or zone"),
             ("data_address = \"0.0.0.0\"", "1: data_address: 0.0.0.0"),
             (
                 "data_interface = \"10.1.0.0/24\"",
@@ -518,7 +494,7 @@ mod tests {
             ("kubelet_root = \"var\"", "1: kubelet_root: \"var\" is not an absolute path"),
             ("kubelet_kubeconfig = \"on\"", "1: kubelet_kubeconfig: \"on\" is not an absolute path"),
             ("tls_dir = \"tls\"", "1: tls_dir: \"tls\" is not an absolute path"),
-            ("zone = \"a b\"", "1: zone: \"a b\" is not a label value"),
+            ("zone = \"a b\"", "1: zone: \"a b\" is not a tag or zone"),
             ("metrics_listen = \"9511\"", "1: metrics_listen: \"9511\""),
             ("csi = \"maybe\"", "1: unknown variant `maybe`"),
             ("instances = \"docker\"", "1: unknown variant `docker`"),

@@ -167,7 +167,7 @@ async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
     let (network, last) = data_network(&config, &paths).await;
     let hub = Hub::start(config.data_ports.clone(), network.address(), paths, table, backend).await?;
     let incoming = listen::bind(&config.listen).await?;
-    let tls = NodeTls::open(&config.tls_dir, &config.node_name)?;
+    let tls = NodeTls::open(&config.tls_dir, config.node_name.as_str())?;
     let over_tls = tls::bind(addresses_with_tls(&config), &tls).await?;
     let (stop, stopping) = watch::channel(false);
     let config = Arc::new(config);
@@ -193,7 +193,7 @@ async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
         driver: driver_state,
         stopping: stopping.clone(),
     };
-    tracing::info!(node = service.config.node_name, version = env!("CARGO_PKG_VERSION"), "ready");
+    tracing::info!(node = service.config.node_name.as_str(), version = env!("CARGO_PKG_VERSION"), "ready");
     sd_notify::notify(&[sd_notify::NotifyState::Ready])?;
 
     let server = serve_node(service, TlsService(tls), (incoming, over_tls), stopping);

@@ -74,11 +74,11 @@ impl Node for NodeService {
         warnings.extend(self.host_warnings.get(&self.config).await);
         warnings.extend(data.problem);
         Ok(Response::new(v1::NodeInfo {
-            name: self.config.node_name.clone(),
+            name: self.config.node_name.to_string(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             data_address: data.address.map(|address| address.to_string()).unwrap_or_default(),
             frontends: reports.into_iter().map(frontend).collect(),
-            zone: self.config.zone.clone().unwrap_or_default(),
+            zone: self.config.zone.clone().map(String::from).unwrap_or_default(),
             max_volumes: self.config.max_volumes.unwrap_or_default(),
             cluster: self.claim.owner().unwrap_or_default(),
             warnings,

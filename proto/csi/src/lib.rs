@@ -22,7 +22,5 @@ pub const DRIVER_NAME: &str = "csi.shorthorn.io";
 pub const TOPOLOGY_NODE: &str = "topology.shorthorn.io/node";
 /// Topology key of the zone that the node is in.
 pub const TOPOLOGY_ZONE: &str = "topology.shorthorn.io/zone";
-/// The longest value of a topology key: kubelet makes it a label of the Node.
-pub const TOPOLOGY_VALUE_MAX_BYTES: usize = 63;
 /// Larger requests are wrong: some strings, and maps of 4 KiB each.
 pub const REQUEST_MAX_BYTES: usize = 64 << 10;

@@ -15,8 +15,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
-use shorthorn_csi::{DRIVER_NAME, IdentityService, TOPOLOGY_VALUE_MAX_BYTES};
+use shorthorn_csi::{DRIVER_NAME, IdentityService};
 use shorthorn_csi_node::{DeadMounts, NodeOptions, NodeService, RegistrationService};
+use shorthorn_types::MAX_LABEL_BYTES;
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch as channel};
 use tokio::task::JoinHandle;
@@ -105,10 +106,10 @@ impl Driver {
         hub: &Arc<Hub>,
         inherited: Inherited,
     ) -> anyhow::Result<Option<Driver>> {
-        let name = &config.node_name;
-        let problem = (name.len() > TOPOLOGY_VALUE_MAX_BYTES).then(|| {
+        let name = config.node_name.as_str();
+        let problem = (name.len() > MAX_LABEL_BYTES).then(|| {
             format!(
-                "node name {name:?} has more than {TOPOLOGY_VALUE_MAX_BYTES} characters: it cannot be a \
+                "node name {name:?} has more than {MAX_LABEL_BYTES} characters: it cannot be a \
                  topology label"
             )
         });
@@ -218,8 +219,8 @@ impl Driver {
 
     fn csi(&self, root: &Path) -> Router {
         let options = NodeOptions {
-            node_id: self.config.node_name.clone(),
-            zone: self.config.zone.clone(),
+            node_id: self.config.node_name.to_string(),
+            zone: self.config.zone.clone().map(String::from),
             max_volumes: self.config.max_volumes,
             roots: vec![root.to_owned()],
         };
