@@ -28,7 +28,7 @@ const KEY_FILE: &str = "join.key";
 pub fn join(args: &JoinArgs) -> anyhow::Result<String> {
     let config = Config::load(args.config.as_deref())?;
     let token: JoinToken = token_of(&args.token)?.parse()?;
-    let node = Role::node(config.node_name.as_str())?;
+    let node = Role::Node(config.node_name.clone());
     let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&config.tls_dir);
     made.with_context(|| config.tls_dir.display().to_string())?;
     let file = file_in(&config.tls_dir);

@@ -167,7 +167,7 @@ async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
     let (network, last) = data_network(&config, &paths).await;
     let hub = Hub::start(config.data_ports.clone(), network.address(), paths, table, backend).await?;
     let incoming = listen::bind(&config.listen).await?;
-    let tls = NodeTls::open(&config.tls_dir, config.node_name.as_str())?;
+    let tls = NodeTls::open(&config.tls_dir, &config.node_name);
     let over_tls = tls::bind(addresses_with_tls(&config), &tls).await?;
     let (stop, stopping) = watch::channel(false);
     let config = Arc::new(config);

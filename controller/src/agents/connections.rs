@@ -42,7 +42,7 @@ impl Connections {
     /// # Errors
     /// [`AddressError`] for a URL that can never work.
     pub(super) fn connect(&self, node: &NodeName, url: &ServerUrl) -> Result<AgentConnection, AddressError> {
-        let role = Role::Node(node.to_string());
+        let role = Role::Node(node.clone());
         let channel = url.connect(&protected(url.endpoint()?), self.credentials.as_ref(), role)?;
         Ok(AgentConnection { url: url.clone(), channel, asking_for_disks: Arc::default() })
     }

@@ -11,6 +11,7 @@ use k8s_openapi::api::certificates::v1::{
 };
 use kube::api::{Api, ListParams, Patch, PatchParams};
 use serde_json::json;
+use shorthorn_controller_core::NodeName;
 use shorthorn_kube::{CallError, bounded, is_code};
 use shorthorn_pki::{CertificateDer, CertificateRequest, Role, SIGNER_NAME, chain_to_pem};
 use tokio::time::Instant;
@@ -38,7 +39,7 @@ const USAGES: &[&str] = &["digital signature", "key encipherment", "server auth"
 #[derive(Debug)]
 enum RequestDecision {
     /// Approve and sign the request, which the kubelet of the node made.
-    Sign { node: String, request: Box<CertificateRequest> },
+    Sign { node: NodeName, request: Box<CertificateRequest> },
     /// Deny it for this reason.
     Deny(String),
     /// The request is already signed or denied.
@@ -189,11 +190,11 @@ async fn sign(
     api: &Api<CertificateSigningRequest>,
     tls: &Tls,
     name: &str,
-    node: &str,
+    node: &NodeName,
     request: &CertificateRequest,
     attempts: &mut Attempts,
 ) -> Result<(), SignError> {
-    let role = Role::Node(node.to_owned());
+    let role = Role::Node(node.clone());
     let chain = match attempts.chain.take() {
         Some(chain) => chain,
         None => {
@@ -208,7 +209,7 @@ async fn sign(
     let certificate = ByteString(chain_to_pem(attempts.chain.insert(chain)).into_bytes());
     let change = json!({ "status": { "certificate": certificate } });
     bounded(api.patch_status(name, &PatchParams::default(), &Patch::Merge(change))).await?;
-    tracing::info!(request = name, node, "a node has joined by its kubelet");
+    tracing::info!(request = name, node = node.as_str(), "a node has joined by its kubelet");
     Ok(())
 }
 
@@ -273,7 +274,7 @@ fn judge(found: &CertificateSigningRequest) -> RequestDecision {
 }
 
 /// The node that the request is for, if its maker is the kubelet of that node.
-fn check(spec: &CertificateSigningRequestSpec) -> Result<(String, CertificateRequest), String> {
+fn check(spec: &CertificateSigningRequestSpec) -> Result<(NodeName, CertificateRequest), String> {
     if spec.signer_name != SIGNER_NAME {
         return Err(format!("the request is for another signer than {SIGNER_NAME}"));
     }
@@ -282,14 +283,14 @@ fn check(spec: &CertificateSigningRequestSpec) -> Result<(String, CertificateReq
     let node =
         user.strip_prefix(KUBELET_PREFIX).filter(|_| groups.iter().any(|group| group == KUBELET_GROUP));
     let node = node.ok_or_else(|| format!("{user:?} is not the kubelet of a node"))?;
-    Role::node(node).map_err(|error| error.to_string())?;
+    let node = NodeName::new(node).map_err(|error| error.to_string())?;
     let usages = spec.usages.as_deref().unwrap_or_default();
     if let Some(other) = usages.iter().find(|usage| !USAGES.contains(&usage.as_str())) {
         return Err(format!("usage {other:?} is not given; use \"digital signature\" and \"server auth\""));
     }
     let request = CertificateRequest::from_pem(&spec.request.0).map_err(|error| error.to_string())?;
-    request.check_names(node).map_err(|error| error.to_string())?;
-    Ok((node.to_owned(), request))
+    request.check_names(node.as_str()).map_err(|error| error.to_string())?;
+    Ok((node, request))
 }
 
 #[cfg(test)]
@@ -328,7 +329,7 @@ mod tests {
     #[test]
     fn only_the_kubelet_of_a_node_gets_its_certificate() {
         let good = request("system:node:a", "a");
-        assert!(matches!(judge(&good), RequestDecision::Sign { node, .. } if node == "a"));
+        assert!(matches!(judge(&good), RequestDecision::Sign { node, .. } if node.as_str() == "a"));
         assert!(denial(&request("system:node:a", "b")).contains("names"));
         assert!(denial(&request("system:serviceaccount:x:y", "a")).contains("kubelet"));
         let mut without_group = good.clone();

@@ -236,9 +236,8 @@ impl Tls {
     pub(crate) fn behind(&self, authority: &Authority) -> Vec<String> {
         let (version, enrolled) = enrolled(authority);
         let seen = self.seen();
-        let has_it =
-            |node: &String| seen.get(node.as_str()).is_some_and(|seen| seen.trust_version == version);
-        enrolled.into_iter().filter(|node| !has_it(node)).collect()
+        let has_it = |node: &NodeName| seen.get(node).is_some_and(|seen| seen.trust_version == version);
+        enrolled.into_iter().filter(|node| !has_it(node)).map(String::from).collect()
     }
 }
 
@@ -255,7 +254,7 @@ fn stored_form(authority: &Authority) -> Result<Vec<u8>, TlsError> {
 }
 
 /// The version of the trust list, and the nodes with a certificate that is valid.
-fn enrolled(authority: &Authority) -> (u64, BTreeSet<String>) {
+fn enrolled(authority: &Authority) -> (u64, BTreeSet<NodeName>) {
     let version = authority.trust().map_or(0, |trust| trust.version());
     let now_s = now().as_secs();
     let valid = authority

@@ -10,7 +10,7 @@ use rcgen::{
     KeyUsagePurpose, PublicKeyData, SanType, SerialNumber,
 };
 use rustls::pki_types::{CertificateDer, UnixTime};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use shorthorn_types::status::RollOverPhase;
 use thiserror::Error;
 use time::OffsetDateTime;
@@ -47,18 +47,19 @@ pub struct Authority {
     /// Counts changes of the trust list.
     version: u64,
     pub(crate) signers: RollOver,
+    #[serde(deserialize_with = "records")]
     issued: Vec<Issued>,
     revoked: Vec<Revoked>,
     tokens: Vec<StoredToken>,
 }
 
 /// A certificate that the CA gave out.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Issued {
     /// The serial number of the certificate.
     pub serial: Serial,
     /// The role of its holder.
-    #[serde(with = "role_text")]
+    #[serde(serialize_with = "role_text")]
     pub role: Role,
     /// Seconds since 1970 until which it is valid.
     pub not_after: u64,
@@ -425,7 +426,7 @@ fn leaf_params(
     let text = |text: String| text.try_into().map_err(|error| sign_error(&error));
     params.subject_alt_names.push(SanType::URI(text(name.to_string())?));
     if let Role::Node(node) = role {
-        params.subject_alt_names.push(SanType::DnsName(text(node.clone())?));
+        params.subject_alt_names.push(SanType::DnsName(text(node.to_string())?));
     }
     Ok(params)
 }
@@ -493,19 +494,30 @@ impl Signer {
     }
 }
 
-/// Roles as the text that certificates have.
-mod role_text {
-    use serde::{Deserialize, Deserializer, Serializer, de};
+/// Writes a role as the text that certificates have.
+fn role_text<S: Serializer>(role: &Role, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(role)
+}
 
-    use crate::role::Role;
-
-    pub fn serialize<S: Serializer>(role: &Role, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(role)
+/// Reads stored records, except those of names that no node can have. Earlier releases signed `a..b` for a
+/// client that was not an agent. No peer accepts such a certificate any more.
+fn records<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Issued>, D::Error> {
+    #[derive(Deserialize)]
+    struct Stored {
+        serial: Serial,
+        role: String,
+        not_after: u64,
+        signer: Pin,
     }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Role, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+    let mut records = Vec::new();
+    for Stored { serial, role, not_after, signer } in Vec::<Stored>::deserialize(deserializer)? {
+        match role.parse::<Role>() {
+            Ok(role) => records.push(Issued { serial, role, not_after, signer }),
+            Err(NameError::Node(_)) => {}
+            Err(error) => return Err(serde::de::Error::custom(error)),
+        }
     }
+    Ok(records)
 }
 
 #[cfg(test)]

@@ -5,18 +5,17 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
+use shorthorn_types::{NodeName, NodeNameError, checked_text};
 use thiserror::Error;
 
 use crate::{ADMIN_SECONDS, LEAF_SECONDS};
 
 const SCHEME: &str = "shorthorn://";
 const CLUSTER_MAX_BYTES: usize = 64;
-/// Maximum length of a node name, the same as in Kubernetes.
-const NODE_MAX_BYTES: usize = 253;
 const ADMIN_MAX_BYTES: usize = 64;
 
 /// The id of a cluster, as the controller's store has it.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ClusterId(String);
 
@@ -27,7 +26,7 @@ pub enum Role {
     /// A controller of the cluster.
     Controller,
     /// The agent of the node with this name.
-    Node(String),
+    Node(NodeName),
     /// An administrator with shorthornctl.
     Admin(String),
 }
@@ -59,8 +58,8 @@ pub enum NameError {
     #[error("{0:?} is not a cluster id: use 1 to 64 letters, digits, '-' and '.'")]
     Cluster(String),
     /// No node has this name.
-    #[error("{0:?} is not a node name: use 1 to 253 lower-case letters, digits, '-' and '.'")]
-    Node(String),
+    #[error(transparent)]
+    Node(#[from] NodeNameError),
     /// No administrator has this name.
     #[error("{0:?} is not a name of an administrator: use 1 to 64 letters, digits, '-', '.', '_' and '@'")]
     Admin(String),
@@ -93,32 +92,9 @@ impl ClusterId {
         }
         Ok(ClusterId(text.to_owned()))
     }
-
-    /// The id as text.
-    #[must_use]
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
 }
 
-impl TryFrom<String> for ClusterId {
-    type Error = NameError;
-    fn try_from(text: String) -> Result<ClusterId, NameError> {
-        ClusterId::new(&text)
-    }
-}
-
-impl From<ClusterId> for String {
-    fn from(id: ClusterId) -> String {
-        id.0
-    }
-}
-
-impl fmt::Display for ClusterId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
+checked_text!(ClusterId, NameError);
 
 impl Role {
     /// The role of the node with this name.
@@ -126,14 +102,7 @@ impl Role {
     /// # Errors
     /// [`NameError::Node`].
     pub fn node(name: &str) -> Result<Role, NameError> {
-        let allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-.".contains(&byte);
-        let is_alphanumeric = |byte: Option<&u8>| byte.is_some_and(u8::is_ascii_alphanumeric);
-        let bytes = name.as_bytes();
-        let ends = is_alphanumeric(bytes.first()) && is_alphanumeric(bytes.last());
-        if !ends || !is_made_of(name, NODE_MAX_BYTES, allowed) {
-            return Err(NameError::Node(shown(name)));
-        }
-        Ok(Role::Node(name.to_owned()))
+        Ok(Role::Node(NodeName::new(name)?))
     }
 
     /// The role of the administrator with this name.
@@ -213,6 +182,7 @@ mod tests {
             "shorthorn://c/node/",
             "shorthorn://c/node/a/b",
             "shorthorn://c/node/-a",
+            "shorthorn://c/node/a..b",
             "shorthorn://c/node/A",
             "shorthorn://c/node/a\0",
             "shorthorn://c/admin/",

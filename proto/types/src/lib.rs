@@ -3,7 +3,7 @@
 //! Nothing here does I/O, reads a clock or allocates on the I/O path.
 #![forbid(unsafe_code)]
 
-mod checked_text;
+mod checked;
 mod device_number;
 mod errno;
 mod generation;

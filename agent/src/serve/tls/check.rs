@@ -15,7 +15,7 @@ pub fn check(config: &Config) -> Result<Option<String>, String> {
     if !config.listens_with_tls() {
         return Ok(None);
     }
-    let node = Role::node(config.node_name.as_str()).map_err(|error| error.to_string())?;
+    let node = Role::Node(config.node_name.clone());
     let file = file_in(&config.tls_dir);
     let bundle = load(&file, &node).map_err(|error| error.to_string())?;
     let Some((identity, trust)) = bundle.and_then(|bundle| Some((bundle.identity?, bundle.trust))) else {

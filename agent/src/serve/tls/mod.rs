@@ -17,9 +17,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use shorthorn_pki::{
-    Bundle, BundleError, CertificateDer, Credentials, Key, NameError, Role, StoreError, Trust, TrustError,
-    UnixTime,
+    Bundle, BundleError, CertificateDer, Credentials, Key, Role, StoreError, Trust, TrustError, UnixTime,
 };
+use shorthorn_types::NodeName;
 use thiserror::Error;
 use tokio::sync::watch;
 
@@ -105,18 +105,15 @@ struct RenewalState {
 impl NodeTls {
     /// Reads the certificate in `tls_dir`. A file that cannot be used is logged, and the node has no
     /// certificate then.
-    ///
-    /// # Errors
-    /// No node has this name.
-    pub fn open(tls_dir: &Path, node_name: &str) -> Result<Arc<NodeTls>, NameError> {
+    pub fn open(tls_dir: &Path, node_name: &NodeName) -> Arc<NodeTls> {
         let tls = NodeTls {
             file: enrol::file_in(tls_dir),
-            node: Role::node(node_name)?,
+            node: Role::Node(node_name.clone()),
             change: Mutex::default(),
             credentials: watch::Sender::new(None),
         };
         tls.reload();
-        Ok(Arc::new(tls))
+        Arc::new(tls)
     }
 
     /// The certificate in use; none: the node has none.
@@ -301,7 +298,8 @@ fn stamp(file: &Path) -> Option<Stamp> {
 /// The name of a node, as its role has it.
 fn name_of(node: &Role) -> &str {
     match node {
-        Role::Node(name) | Role::Admin(name) => name,
+        Role::Node(name) => name.as_str(),
+        Role::Admin(name) => name,
         Role::Controller => "",
     }
 }

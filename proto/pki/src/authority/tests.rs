@@ -203,6 +203,21 @@ fn a_node_joins_once_by_token_and_only_under_its_name() {
 }
 
 #[test]
+fn a_record_of_a_name_that_no_node_can_have_is_dropped() {
+    let mut authority = authority();
+    for name in ["a", "b"] {
+        authority.issue(&node(name), at(0)).unwrap();
+    }
+    let stored = String::from_utf8(authority.to_json().unwrap()).unwrap();
+    let with = |role: &str| Authority::from_json(stored.replace("\"node/b\"", role).as_bytes());
+    let roles: Vec<Role> =
+        with("\"node/a..b\"").unwrap().issued().iter().map(|issued| issued.role.clone()).collect();
+    assert_eq!(roles, [node("a")]);
+    assert_eq!(with("\"node/b\"").unwrap().issued().len(), 2);
+    assert!(matches!(with("\"king/b\""), Err(AuthorityError::Stored(_))));
+}
+
+#[test]
 fn a_damaged_or_mixed_state_is_refused() {
     let (one, other) = (authority(), authority());
     assert!(matches!(Authority::from_json(b"{}"), Err(AuthorityError::Stored(_))));
