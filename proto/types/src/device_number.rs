@@ -22,6 +22,13 @@ impl DeviceNumber {
         let minor = (low & 0xff) | (low_bits(number >> 12) & !0xff);
         DeviceNumber { major, minor }
     }
+
+    /// Joins both parts as stat(2) and mknod(2) have them. Its bits are in the order of makedev(3).
+    #[must_use]
+    pub fn raw(self) -> u64 {
+        let (major, minor) = (u64::from(self.major), u64::from(self.minor));
+        (major & 0xfff) << 8 | (major & !0xfff) << 32 | (minor & 0xff) | (minor & !0xff) << 12
+    }
 }
 
 impl fmt::Display for DeviceNumber {
@@ -77,7 +84,7 @@ mod tests {
             (0xfff01, number(0xfff, 1)),
             (u64::MAX, number(u32::MAX, u32::MAX)),
         ] {
-            assert_eq!(DeviceNumber::of(bits), expected, "{bits:#x}");
+            assert_eq!((DeviceNumber::of(bits), expected.raw()), (expected, bits), "{bits:#x}");
         }
     }
 }

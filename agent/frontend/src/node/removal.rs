@@ -39,8 +39,7 @@ mod tests {
     /// Returns a directory with a node of volume `v`, or None if this user may not make nodes.
     fn directory(device: DeviceNumber) -> Option<tempfile::TempDir> {
         let directory = tempfile::tempdir().unwrap();
-        let number = libc::makedev(device.major, device.minor);
-        match mknod(&directory.path().join("v"), SFlag::S_IFBLK, Mode::empty(), number) {
+        match mknod(&directory.path().join("v"), SFlag::S_IFBLK, Mode::empty(), device.raw()) {
             Err(nix::errno::Errno::EPERM) => {
                 println!("skipped: this user may not make device nodes");
                 None

@@ -86,15 +86,13 @@ fn is_of(event: &Event, name: &str, sequence: Option<&str>) -> bool {
 
 /// Returns true if udev's database has a record of the device, of whatever time.
 pub(super) fn is_recorded(device: DeviceNumber) -> bool {
-    let number = libc::makedev(device.major, device.minor);
-    Device::from_devnum(DeviceType::Block, number).is_ok_and(|device| device.is_initialized())
+    Device::from_devnum(DeviceType::Block, device.raw()).is_ok_and(|device| device.is_initialized())
 }
 
 /// Returns a property from udev's database; none without a record of the device.
 #[must_use]
 pub fn property(device: DeviceNumber, key: &str) -> Option<String> {
-    let number = libc::makedev(device.major, device.minor);
-    let device = Device::from_devnum(DeviceType::Block, number).ok()?;
+    let device = Device::from_devnum(DeviceType::Block, device.raw()).ok()?;
     device.property_value(key).map(|value| value.to_string_lossy().into_owned())
 }
 
