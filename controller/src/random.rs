@@ -1,6 +1,7 @@
 //! Random numbers of the system.
 
 use shorthorn_controller_core::objects::{SECRET_BYTES, Secret};
+use shorthorn_types::hex;
 
 /// The number of random bytes in the name of a cluster.
 const CLUSTER_BYTES: usize = 16;
@@ -12,7 +13,7 @@ const CLUSTER_BYTES: usize = 16;
 pub fn new_cluster() -> Result<String, getrandom::Error> {
     let mut bytes = [0; CLUSTER_BYTES];
     getrandom::fill(&mut bytes)?;
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(hex(&bytes))
 }
 
 /// Returns the secret of a new volume.

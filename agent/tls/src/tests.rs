@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustls::ConnectionTrafficSecrets;
 use rustls::server::AlwaysResolvesServerRawPublicKeys;
-use shorthorn_types::Secret;
+use shorthorn_types::{Secret, hex};
 
 use super::*;
 use crate::keys::{End, seed};
@@ -63,8 +63,7 @@ fn seeds_are_those_of_all_versions() {
         (End::Engine, "94ac73108bd4516b37a1d13e54e583f5d1e3d0c5619359a9c39948986de83668"),
         (End::Replica, "62bfd49d885e793ba49c55011bb624ff31b6f9a80505522447d9af303afff56f"),
     ] {
-        let seed: String = seed(&secret, end).unwrap().iter().map(|byte| format!("{byte:02x}")).collect();
-        assert_eq!(seed, wanted, "{end:?}");
+        assert_eq!(hex(&seed(&secret, end).unwrap()), wanted, "{end:?}");
     }
 }
 
@@ -238,7 +237,6 @@ fn plain_and_encrypted_connections_prove_different_secrets() {
     assert_eq!(connection_secret(&SECRET, false).bytes(), SECRET.bytes());
     // As OpenSSL computes it: printf 'shorthorn-2 encrypted connections' | openssl dgst -sha256 -mac HMAC
     // -macopt hexkey:0707…
-    let hex: String =
-        connection_secret(&SECRET, true).bytes().iter().map(|byte| format!("{byte:02x}")).collect();
-    assert_eq!(hex, "918f74587c59560a24e7c5b1af407bbba69f199fa5a95a68870a52e18c8eb9cb");
+    let digits = hex(connection_secret(&SECRET, true).bytes());
+    assert_eq!(digits, "918f74587c59560a24e7c5b1af407bbba69f199fa5a95a68870a52e18c8eb9cb");
 }

@@ -1,7 +1,7 @@
 //! Message authentication codes (HMAC-SHA-256) made with the secret of a volume, and names derived from it.
 
 use ring::hmac;
-use shorthorn_types::SECRET_BYTES;
+use shorthorn_types::{SECRET_BYTES, hex};
 
 /// The length of a code in bytes.
 pub(crate) const MAC_BYTES: usize = 32;
@@ -17,7 +17,7 @@ pub(crate) fn mac(key: &[u8; SECRET_BYTES], label: &str, content: &str) -> Mac {
 pub fn fingerprint(secret: &[u8; SECRET_BYTES]) -> String {
     // Names of state files have it: it must not change.
     let digest = mac(secret, "shorthorn-1", "fingerprint\n").digest();
-    digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+    hex(&digest[..8])
 }
 
 /// Returns a password for the `purpose` of a volume: 32 hexadecimal digits of an HMAC-SHA-256. Neither the
@@ -26,7 +26,7 @@ pub fn fingerprint(secret: &[u8; SECRET_BYTES]) -> String {
 pub fn derived_password(secret: &[u8; SECRET_BYTES], purpose: &str) -> String {
     // Sessions of living volumes have it: it must not change.
     let digest = mac(secret, "shorthorn-1", &format!("password\n{purpose}\n")).digest();
-    digest.iter().take(16).map(|byte| format!("{byte:02x}")).collect()
+    hex(&digest[..16])
 }
 
 /// Returns the fingerprint of a volume's secret for its replica directories: 64 hexadecimal digits of an
@@ -38,8 +38,7 @@ pub fn derived_password(secret: &[u8; SECRET_BYTES], purpose: &str) -> String {
 pub fn directory_fingerprint(secret: &[u8; SECRET_BYTES], encrypted: bool) -> String {
     // Replica directories have it: it must not change.
     let content = if encrypted { "encrypted replica directory\n" } else { "replica directory\n" };
-    let digest = mac(secret, "shorthorn-1", content).digest();
-    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(&mac(secret, "shorthorn-1", content).digest())
 }
 
 /// The key and the message of an HMAC-SHA-256.

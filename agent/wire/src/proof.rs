@@ -3,6 +3,7 @@
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
+use shorthorn_types::{from_hex, hex};
 use thiserror::Error;
 
 use crate::mac::{MAC_BYTES, Mac};
@@ -52,7 +53,7 @@ impl TryFrom<String> for Nonce {
 
 impl From<Nonce> for String {
     fn from(nonce: Nonce) -> String {
-        digits(&nonce.0)
+        hex(&nonce.0)
     }
 }
 
@@ -65,42 +66,24 @@ impl TryFrom<String> for Proof {
 
 impl From<Proof> for String {
     fn from(proof: Proof) -> String {
-        digits(&proof.0)
+        hex(&proof.0)
     }
 }
 
 impl fmt::Debug for Nonce {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&digits(&self.0))
+        f.write_str(&hex(&self.0))
     }
 }
 
 impl fmt::Debug for Proof {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&digits(&self.0))
+        f.write_str(&hex(&self.0))
     }
 }
 
-fn digits(bytes: &[u8; MAC_BYTES]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// Parses the bytes from lower case only: the same bytes have one text.
 fn bytes(text: &str) -> Result<[u8; MAC_BYTES], HexError> {
-    let value = |digit: u8| match digit {
-        b'0'..=b'9' => Ok(digit - b'0'),
-        b'a'..=b'f' => Ok(digit - b'a' + 10),
-        _ => Err(HexError),
-    };
-    let (pairs, rest) = text.as_bytes().as_chunks::<2>();
-    if pairs.len() != MAC_BYTES || !rest.is_empty() {
-        return Err(HexError);
-    }
-    let mut bytes = [0; MAC_BYTES];
-    for (byte, [high, low]) in bytes.iter_mut().zip(pairs) {
-        *byte = value(*high)? << 4 | value(*low)?;
-    }
-    Ok(bytes)
+    from_hex(text).and_then(|bytes| bytes.try_into().ok()).ok_or(HexError)
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use shorthorn_objects::{
     EngineSpec, Kind, NodeSpec, NodeStatus, ReplicaSpec, StoredEngineStatus, StoredReplicaStatus, VolumeSpec,
     VolumeStatus,
 };
+use shorthorn_types::hex;
 
 use super::{GROUP, VERSION, kind_name, plural};
 
@@ -88,7 +89,7 @@ fn hash_of(schema: &Value) -> String {
     let mut schema = schema.clone();
     leave_out_rules(&mut schema);
     let digest = ring::digest::digest(&ring::digest::SHA256, schema.to_string().as_bytes());
-    digest.as_ref().iter().take(HASH_BYTES).map(|byte| format!("{byte:02x}")).collect()
+    hex(&digest.as_ref()[..HASH_BYTES])
 }
 
 /// Returns the definition as a YAML document.

@@ -59,7 +59,7 @@ mod tests {
             let mut serial = [0; 16];
             getrandom::fill(&mut serial).unwrap();
             serial[0] = 0x40;
-            let serial: String = serial.iter().map(|byte| format!("{byte:02x}")).collect();
+            let serial = shorthorn_types::hex(&serial);
             let role = format!("node/worker-{:05}.nodes.example.internal", at % nodes);
             let not_after = now().as_secs() + u64::from(at) * 60;
             issued.push(json!({ "serial": serial, "role": role, "not_after": not_after, "signer": pin }));

@@ -12,6 +12,7 @@ use rcgen::{
 use rustls::pki_types::{CertificateDer, UnixTime};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use shorthorn_types::status::RollOverPhase;
+use shorthorn_types::{from_hex, hex};
 use thiserror::Error;
 use time::OffsetDateTime;
 
@@ -19,7 +20,7 @@ use crate::bundle::{BundleError, Identity};
 use crate::key::Key;
 use crate::request::{CertificateRequest, RequestError};
 use crate::role::{ClusterId, Name, NameError, Role};
-use crate::serial::{Serial, from_hex, hex};
+use crate::serial::Serial;
 use crate::token::{JoinToken, StoredToken, TOKENS_MAX, TokenError, redeem};
 use crate::trust::{Pin, REVOKED_MAX, Trust, TrustError};
 use crate::{AUTHORITY_SECONDS, BACKDATED_SECONDS};

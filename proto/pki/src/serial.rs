@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use ring::rand::{SecureRandom, SystemRandom};
 use serde::{Deserialize, Serialize};
+use shorthorn_types::{from_hex, hex};
 
 /// RFC 5280 permits 20 bytes.
 const MAX_BYTES: usize = 20;
@@ -39,19 +40,6 @@ impl Serial {
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
-}
-
-/// Returns the bytes as hexadecimal digits.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// The bytes of lower-case hexadecimal digits.
-pub(crate) fn from_hex(text: &str) -> Option<Vec<u8>> {
-    if !text.len().is_multiple_of(2) || text.bytes().any(|byte| !b"0123456789abcdef".contains(&byte)) {
-        return None;
-    }
-    (0..text.len()).step_by(2).map(|at| u8::from_str_radix(text.get(at..at + 2)?, 16).ok()).collect()
 }
 
 impl fmt::Display for Serial {

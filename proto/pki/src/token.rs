@@ -8,9 +8,9 @@ use ring::digest::{SHA256, digest};
 use ring::rand::{SecureRandom, SystemRandom};
 use rustls::pki_types::UnixTime;
 use serde::{Deserialize, Serialize};
+use shorthorn_types::{from_hex, hex};
 use thiserror::Error;
 
-use crate::serial::{from_hex, hex};
 use crate::trust::Pin;
 
 const ID_BYTES: usize = 8;

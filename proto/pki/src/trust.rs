@@ -7,12 +7,13 @@ use std::str::FromStr;
 use ring::digest::{SHA256, digest};
 use rustls::pki_types::{CertificateDer, TrustAnchor, UnixTime};
 use serde::{Deserialize, Serialize};
+use shorthorn_types::{from_hex, hex};
 use thiserror::Error;
 use webpki::{EndEntityCert, KeyUsage, anchor_from_trusted_cert};
 
 use crate::certificate::{Certificate, CertificateError};
 use crate::role::{ClusterId, Role};
-use crate::serial::{Serial, from_hex, hex};
+use crate::serial::Serial;
 
 /// More CAs than any roll-over has.
 const AUTHORITIES_MAX: usize = 4;

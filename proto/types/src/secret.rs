@@ -3,6 +3,8 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::{from_hex, hex};
+
 /// The length of a volume's secret in bytes.
 pub const SECRET_BYTES: usize = 32;
 
@@ -34,22 +36,15 @@ impl Secret {
 impl TryFrom<String> for Secret {
     type Error = SecretError;
     fn try_from(text: String) -> Result<Secret, SecretError> {
-        let digits = text.as_bytes();
-        if digits.len() != SECRET_BYTES * 2 || !digits.iter().all(u8::is_ascii_hexdigit) {
-            return Err(SecretError);
-        }
-        let mut bytes = [0; SECRET_BYTES];
-        for (byte, pair) in bytes.iter_mut().zip(text.as_bytes().chunks_exact(2)) {
-            let pair = std::str::from_utf8(pair).map_err(|_| SecretError)?;
-            *byte = u8::from_str_radix(pair, 16).map_err(|_| SecretError)?;
-        }
-        Ok(Secret(bytes))
+        // Upper case was always accepted.
+        let bytes = from_hex(&text.to_ascii_lowercase()).and_then(|bytes| bytes.try_into().ok());
+        bytes.map(Secret).ok_or(SecretError)
     }
 }
 
 impl From<Secret> for String {
     fn from(secret: Secret) -> String {
-        secret.0.iter().map(|byte| format!("{byte:02x}")).collect()
+        hex(&secret.0)
     }
 }
 
@@ -69,6 +64,7 @@ mod tests {
         let text = serde_json::to_string(&secret).unwrap();
         assert_eq!(serde_json::from_str::<Secret>(&text).unwrap(), secret);
         assert_eq!(format!("{secret:?}"), "Secret(hidden)");
+        assert_eq!(Secret::try_from(String::from(secret.clone()).to_ascii_uppercase()), Ok(secret));
         assert!(serde_json::from_str::<Secret>("\"00ff\"").is_err());
         assert!(serde_json::from_str::<Secret>(&format!("\"{}\"", "zz".repeat(32))).is_err());
     }

@@ -2,7 +2,7 @@
 
 use ring::digest::{Context, SHA256, digest};
 use shorthorn_types::limits::MAX_VOLUME_NAME_BYTES;
-use shorthorn_types::{NameError, VolumeName};
+use shorthorn_types::{NameError, VolumeName, hex};
 use thiserror::Error;
 
 /// The longest name that a caller may give.
@@ -50,7 +50,7 @@ pub fn volume_name(csi_name: &str) -> Result<VolumeName, CsiNameError> {
         return Ok(name);
     }
     let hash = digest(&SHA256, csi_name.as_bytes());
-    let hash: String = hash.as_ref().iter().take(HASH_BYTES).map(|byte| format!("{byte:02x}")).collect();
+    let hash = hex(&hash.as_ref()[..HASH_BYTES]);
     Ok(VolumeName::new(&format!("{}-{hash}", readable(csi_name)))?)
 }
 
@@ -63,8 +63,7 @@ pub fn attachment_name(handle: &str, driver: &str, machine: &str) -> String {
     for part in [handle, driver, machine] {
         hash.update(part.as_bytes());
     }
-    let hash: String = hash.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("csi-{hash}")
+    format!("csi-{}", hex(hash.finish().as_ref()))
 }
 
 /// Returns true for control characters other than white space.

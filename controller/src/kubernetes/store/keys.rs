@@ -12,6 +12,7 @@ use kube::api::{Api, ObjectMeta, Patch, PatchParams, PostParams};
 use ring::hmac;
 use serde_json::json;
 use shorthorn_controller_core::objects::{Kind, SECRET_BYTES, Secret};
+use shorthorn_types::hex;
 
 use super::finalizer::is_held;
 use super::{OpenError, bounded, is_code};
@@ -70,7 +71,7 @@ impl VolumeKeys {
 
     fn text(&self, of: &[u8], bytes: usize) -> String {
         let tag = hmac::sign(&self.0, of);
-        tag.as_ref().iter().take(bytes).map(|byte| format!("{byte:02x}")).collect()
+        hex(&tag.as_ref()[..bytes])
     }
 
     /// Reads the key, or makes it unless a volume needs a lost one.

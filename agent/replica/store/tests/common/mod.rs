@@ -2,7 +2,6 @@
 #![allow(dead_code, clippy::unwrap_used)] // Each test program uses a part; to clippy, helpers are not tests.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -83,11 +82,7 @@ pub fn read_all(store: &mut Store) -> Vec<u8> {
 }
 
 pub fn sha256(bytes: &[u8]) -> String {
-    let mut text = String::new();
-    for byte in digest(&SHA256, bytes).as_ref() {
-        write!(text, "{byte:02x}").unwrap();
-    }
-    text
+    shorthorn_types::hex(digest(&SHA256, bytes).as_ref())
 }
 
 pub fn mib_sums(volume: &[u8]) -> Vec<String> {
