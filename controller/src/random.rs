@@ -6,14 +6,22 @@ use shorthorn_types::hex;
 /// The number of random bytes in the name of a cluster.
 const CLUSTER_BYTES: usize = 16;
 
+/// Returns an array filled by the random numbers of the system.
+///
+/// # Errors
+/// The system has no random numbers.
+pub fn random_bytes<const N: usize>() -> Result<[u8; N], getrandom::Error> {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes)?;
+    Ok(bytes)
+}
+
 /// Returns the name of a new cluster.
 ///
 /// # Errors
 /// The system has no random numbers.
 pub fn new_cluster() -> Result<String, getrandom::Error> {
-    let mut bytes = [0; CLUSTER_BYTES];
-    getrandom::fill(&mut bytes)?;
-    Ok(hex(&bytes))
+    Ok(hex(&random_bytes::<CLUSTER_BYTES>()?))
 }
 
 /// Returns the secret of a new volume.
@@ -21,7 +29,5 @@ pub fn new_cluster() -> Result<String, getrandom::Error> {
 /// # Errors
 /// The system has no random numbers.
 pub fn new_secret() -> Result<Secret, getrandom::Error> {
-    let mut secret = [0; SECRET_BYTES];
-    getrandom::fill(&mut secret)?;
-    Ok(Secret::new(secret))
+    Ok(Secret::new(random_bytes::<SECRET_BYTES>()?))
 }

@@ -56,8 +56,7 @@ mod tests {
         let mut state: Value = serde_json::from_slice(&authority.to_json().unwrap()).unwrap();
         let mut issued = Vec::new();
         for at in 0..3 * nodes {
-            let mut serial = [0; 16];
-            getrandom::fill(&mut serial).unwrap();
+            let mut serial: [u8; 16] = crate::random::random_bytes().unwrap();
             serial[0] = 0x40;
             let serial = shorthorn_types::hex(&serial);
             let role = format!("node/worker-{:05}.nodes.example.internal", at % nodes);

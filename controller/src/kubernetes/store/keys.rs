@@ -16,6 +16,7 @@ use shorthorn_types::hex;
 
 use super::finalizer::is_held;
 use super::{OpenError, bounded, is_code};
+use crate::random::random_bytes;
 
 /// The Secret that has the key.
 pub const KEY_NAME: &str = "shorthorn-volume-key";
@@ -119,8 +120,7 @@ impl VolumeKeys {
     }
 
     async fn make(secrets: &Api<KubernetesSecret>) -> Result<VolumeKeys, OpenError> {
-        let mut key = [0; SECRET_BYTES];
-        getrandom::fill(&mut key).map_err(OpenError::Random)?;
+        let key: [u8; SECRET_BYTES] = random_bytes().map_err(OpenError::Random)?;
         let secret = KubernetesSecret {
             metadata: ObjectMeta {
                 name: Some(KEY_NAME.to_owned()),
