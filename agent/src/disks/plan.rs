@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use shorthorn_types::HumanBytes;
 
 use crate::disks::device::{BlockDevice, DeviceIdentity, obstacles};
 use crate::filesystem::Filesystem;
@@ -161,11 +162,11 @@ pub fn text(
 
 /// Describes a device for people.
 pub fn describe(device: &BlockDevice) -> String {
-    let gib = device.identity.size_bytes / (1 << 30);
+    let size = HumanBytes(device.identity.size_bytes);
     let serial = device.identity.serial.as_deref().unwrap_or_default();
     let parts = [device.model.trim(), serial.trim()];
     let named: Vec<&str> = parts.into_iter().filter(|part| !part.is_empty()).collect();
-    if named.is_empty() { format!("{gib} GiB") } else { format!("{gib} GiB, {}", named.join(" ")) }
+    if named.is_empty() { size.to_string() } else { format!("{size}, {}", named.join(" ")) }
 }
 
 #[cfg(test)]
@@ -220,6 +221,15 @@ mod tests {
             "{text}"
         );
         assert!(text.contains("# /dev/sdc (8 GiB, S-sdc) needs a decision: the device has data"), "{text}");
+    }
+
+    #[test]
+    fn a_device_is_described_by_its_size_model_and_serial_number() {
+        let mut disk = BlockDevice { model: "QEMU  ".to_owned(), ..device("sda", "") };
+        assert_eq!(describe(&disk), "8 GiB, QEMU S-sda");
+        disk.identity = DeviceIdentity { size_bytes: 700 << 20, ..DeviceIdentity::default() };
+        disk.model.clear();
+        assert_eq!(describe(&disk), "700 MiB");
     }
 
     #[test]
