@@ -5,8 +5,8 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
+use shorthorn_linux::block_device::size_by_number;
 use shorthorn_types::DeviceNumber;
-use shorthorn_types::limits::SECTOR_BYTES;
 
 /// The bytes at both ends of a device that must be zero before it counts as empty. Every format that this
 /// host could know keeps something in one of them.
@@ -24,31 +24,16 @@ pub(crate) fn number_at(path: &Path) -> io::Result<Option<DeviceNumber>> {
     }
 }
 
-/// Returns the size of a device; none if the kernel has none of that number.
-pub(crate) fn size_bytes(number: DeviceNumber) -> io::Result<Option<u64>> {
-    let text = match fs::read_to_string(format!("/sys/dev/block/{number}/size")) {
-        Err(error) if is_gone(&error) => return Ok(None),
-        other => other?,
-    };
-    let sectors: u64 =
-        text.trim_end().parse().map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-    Ok(Some(sectors.saturating_mul(SECTOR_BYTES)))
-}
-
 /// Returns true if a device of that number can hold data: an nbd device without a server exists with a size
 /// of 0.
 pub(crate) fn is_live(number: DeviceNumber) -> bool {
-    size_bytes(number).is_ok_and(|size| size.is_some_and(|bytes| bytes > 0))
+    size_by_number(number).is_ok_and(|size| size.is_some_and(|bytes| bytes > 0))
 }
 
 /// Returns whether the kernel refuses writes to a device, for any reason.
 pub(crate) fn is_read_only(number: DeviceNumber) -> io::Result<bool> {
     let text = fs::read_to_string(format!("/sys/dev/block/{number}/ro"))?;
     Ok(text.trim_end() != "0")
-}
-
-fn is_gone(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV | libc::ENXIO))
 }
 
 /// Returns true if the device has an exclusive user: a mount, also one in another mount namespace only, or a
@@ -96,10 +81,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_that_does_not_exist_has_no_size() {
-        let none = DeviceNumber { major: 4095, minor: 1 };
-        assert_eq!(size_bytes(none).unwrap(), None);
-        assert!(!is_live(none));
+    fn a_device_that_does_not_exist_is_not_live() {
+        assert!(!is_live(DeviceNumber { major: 4095, minor: 1 }));
     }
 
     #[test]

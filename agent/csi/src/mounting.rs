@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use shorthorn_csi::{CsiError, FsKind};
-use shorthorn_mounts::{Mount, MountTable};
+use shorthorn_linux::mounts::{Mount, MountTable};
 
 use crate::command::Tool;
 

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 
 use nix::sys::stat::{Mode, SFlag, mknod};
 use nix::unistd::Group;
+use shorthorn_linux::block_device::{is_gone, size_in};
 use shorthorn_types::VolumeName;
-use shorthorn_types::limits::SECTOR_BYTES;
 
 use crate::{FrontendError, wait};
 
@@ -186,13 +186,11 @@ pub(crate) fn disk_size(name: &str) -> io::Result<Option<u64>> {
 
 /// Returns number and size of the disk whose folder in sysfs is `disk`; none if it does not exist.
 fn disk_of(disk: &Path) -> io::Result<Option<(DeviceNumber, u64)>> {
-    let (Some(device), Some(size)) = (read(&disk.join("dev"))?, read(&disk.join("size"))?) else {
+    let (Some(device), Some(size_bytes)) = (read(&disk.join("dev"))?, size_in(disk)?) else {
         return Ok(None);
     };
     let device = device.parse().map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-    let sectors: u64 =
-        size.trim_end().parse().map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-    Ok(Some((device, sectors * SECTOR_BYTES)))
+    Ok(Some((device, size_bytes)))
 }
 
 /// Returns the content of a small file; none if it does not exist, or was removed just now.
@@ -202,10 +200,6 @@ fn read(path: &Path) -> io::Result<Option<String>> {
         Err(error) if is_gone(&error) => Ok(None),
         Err(error) => Err(error),
     }
-}
-
-fn is_gone(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV | libc::ENXIO | libc::ENOTDIR))
 }
 
 enum NodeFile {

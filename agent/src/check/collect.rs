@@ -14,8 +14,8 @@ use shorthorn_api::{nonempty, v1};
 use shorthorn_control::{EngineSpec, ReplicaSpec, load_spec};
 use shorthorn_frontend::probe::probe;
 use shorthorn_frontend::{FrontendKind, iscsid, nbd_partitions_max};
+use shorthorn_linux::mounts::MountTable;
 use shorthorn_metrics::MetricsListen;
-use shorthorn_mounts::MountTable;
 use shorthorn_tls::{TlsError, check_kernel};
 
 use crate::check::bounded::Bounded;
@@ -147,9 +147,8 @@ fn kubelet(config: &Config) -> Kubelet {
         CsiChoice::On | CsiChoice::Auto => KubeletRoots::new(config.kubelet_root.clone()).find(),
     };
     // The mounts of the host: the agent may have its own.
-    let mounts =
-        ["/proc/1/mountinfo", "/proc/self/mountinfo"].map(|file| MountTable::readable_in(Path::new(file)));
-    let above = |root: &PathBuf| mounts.iter().find_map(|mounts| mounts.above(root));
+    let mounts = MountTable::of_both_namespaces(Path::new("/proc"));
+    let above = |root: &PathBuf| mounts.iter().rev().find_map(|(_, mounts)| mounts.above(root));
     let mount = root.as_ref().and_then(above).map(|mount| (mount.point.clone(), mount.is_shared));
     Kubelet { is_wanted: config.csi == CsiChoice::On, root, mount }
 }

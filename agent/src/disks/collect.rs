@@ -13,14 +13,14 @@ use nix::libc;
 use serde::Deserialize;
 use shorthorn_api::nonzero;
 use shorthorn_frontend::node::{DeviceNumber, property, shared_with};
-use shorthorn_mounts::MountTable;
+use shorthorn_linux::block_device;
+use shorthorn_linux::mounts::MountTable;
+use shorthorn_types::limits::SECTOR_BYTES;
 
 use crate::disks::device::{BlockDevice, DeviceIdentity, Signature, is_left_out, is_usual, transport};
 
 const SYSFS: &str = "/sys/class/block";
 const BY_ID: &str = "/dev/disk/by-id";
-/// sysfs counts sizes in these, whatever the blocks of the device are.
-const SECTOR_BYTES: u64 = 512;
 /// The part at each end of a device in which signatures and data are searched.
 const ENDS_BYTES: u64 = 1 << 20;
 
@@ -134,8 +134,9 @@ fn is_partition(name: &str) -> bool {
     Path::new(SYSFS).join(name).join("partition").exists()
 }
 
+/// Returns the size of a device in bytes; 0 if it is unknown.
 fn size_bytes(name: &str) -> u64 {
-    attribute(name, "size").parse::<u64>().unwrap_or_default() * SECTOR_BYTES
+    block_device::size_in(&Path::new(SYSFS).join(name)).ok().flatten().unwrap_or_default()
 }
 
 /// Returns the entries of a folder of sysfs that a filter accepts.
@@ -215,8 +216,8 @@ pub fn open_exclusively(path: &Path) -> io::Result<File> {
 /// Returns the mount points of devices with these numbers, in the namespaces of this process and of PID 1.
 fn mount_points(numbers: &[String]) -> Vec<PathBuf> {
     let mut points = Vec::new();
-    for file in ["/proc/self/mountinfo", "/proc/1/mountinfo"] {
-        for mount in MountTable::readable_in(Path::new(file)).iter() {
+    for (_, mounts) in MountTable::of_both_namespaces(Path::new("/proc")) {
+        for mount in mounts.iter() {
             let number = mount.device.to_string();
             if numbers.contains(&number) && !points.contains(&mount.point) {
                 points.push(mount.point.clone());

@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail, ensure};
 use nix::fcntl::{Flock, FlockArg};
-use shorthorn_mounts::MountTable;
+use shorthorn_linux::mounts::MountTable;
 
 use crate::disks::collect::{device_at, open_exclusively};
 use crate::disks::device::{BlockDevice, difference, obstacles};

@@ -6,7 +6,7 @@ use std::path::Path;
 use shorthorn_api::v1;
 use shorthorn_frontend::FrontendError;
 use shorthorn_frontend::node::{self, DeviceNode, DeviceNumber};
-use shorthorn_types::limits::SECTOR_BYTES;
+use shorthorn_linux::block_device;
 
 use crate::serve::error::NodeError;
 
@@ -55,7 +55,7 @@ fn show(device_dir: &Path, node: &DeviceNode, has_engine: bool) -> v1::Device {
         kernel_path: kernel_path(node.device).unwrap_or_default(),
         major: node.device.major,
         minor: node.device.minor,
-        size_bytes: size(node.device).unwrap_or_default(),
+        size_bytes: block_device::size_by_number(node.device).ok().flatten().unwrap_or_default(),
         state: state.as_str().to_owned(),
     }
 }
@@ -63,11 +63,6 @@ fn show(device_dir: &Path, node: &DeviceNode, has_engine: bool) -> v1::Device {
 fn kernel_path(device: DeviceNumber) -> Option<String> {
     let folder = fs::canonicalize(format!("/sys/dev/block/{device}")).ok()?;
     Some(format!("/dev/{}", folder.file_name()?.to_str()?))
-}
-
-fn size(device: DeviceNumber) -> Option<u64> {
-    let sectors = fs::read_to_string(format!("/sys/dev/block/{device}/size")).ok()?;
-    sectors.trim().parse::<u64>().ok()?.checked_mul(SECTOR_BYTES)
 }
 
 /// Removes the nodes of devices that do not exist any more, after a host or an engine was killed.

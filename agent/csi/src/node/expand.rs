@@ -4,7 +4,7 @@ use std::num::NonZeroU64;
 use std::path::Path;
 
 use shorthorn_csi::{Capability, CsiError, FsKind, VolumeAccess};
-use shorthorn_mounts::MountTable;
+use shorthorn_linux::mounts::MountTable;
 
 use crate::filesystem;
 use crate::mounting;

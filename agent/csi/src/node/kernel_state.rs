@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use shorthorn_csi::CsiError;
-use shorthorn_mounts::{Mount, MountTable};
+use shorthorn_linux::block_device::size_by_number;
+use shorthorn_linux::mounts::{Mount, MountTable};
 use shorthorn_types::DeviceNumber;
 
 use crate::command::Tool;
@@ -34,7 +35,7 @@ pub(super) fn device(volume: &Volume) -> Result<&Device, CsiError> {
         let message = format!("{path} leads to {number}, and the volume is device {}", device.number);
         return Err(CsiError::Unavailable(message));
     }
-    let size_bytes = device::size_bytes(device.number).map_err(CsiError::system(&path))?.unwrap_or_default();
+    let size_bytes = size_by_number(device.number).map_err(CsiError::system(&path))?.unwrap_or_default();
     if size_bytes != device.size_bytes {
         let message = format!("{path} has {size_bytes} bytes, and the volume has {}", device.size_bytes);
         return Err(CsiError::Unavailable(message));

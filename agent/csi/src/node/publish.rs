@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use shorthorn_csi::{Capability, CsiError, MountSpec, VolumeAccess};
-use shorthorn_mounts::{Mount, MountTable};
+use shorthorn_linux::mounts::{Mount, MountTable};
 
 use crate::mounting::{self, TargetKind};
 use crate::node::{NodeOptions, kernel_state, stage};

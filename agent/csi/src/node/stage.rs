@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use shorthorn_csi::{Capability, CsiError, FsKind, MountSpec, VolumeAccess};
-use shorthorn_mounts::{Mount, MountTable};
+use shorthorn_linux::mounts::{Mount, MountTable};
 
 use crate::device;
 use crate::filesystem::{self, Content};

@@ -6,9 +6,9 @@ use rustix::fs::{StatVfs, statvfs};
 use shorthorn_api::csi::v1;
 use shorthorn_api::csi::v1::volume_usage::Unit;
 use shorthorn_csi::CsiError;
-use shorthorn_mounts::Mount;
+use shorthorn_linux::block_device::size_by_number;
+use shorthorn_linux::mounts::Mount;
 
-use crate::device;
 use crate::mounting;
 use crate::node::{NodeOptions, kernel_state};
 use crate::volumes::{Condition, Device, Volume, VolumesError};
@@ -98,7 +98,7 @@ fn condition(reported: &Condition, trouble: Option<String>) -> v1::VolumeConditi
 }
 
 fn of_device(device: &Device) -> Option<v1::VolumeUsage> {
-    let total = device::size_bytes(device.number).ok()??;
+    let total = size_by_number(device.number).ok()??;
     Some(usage(Unit::Bytes, total, 0, 0))
 }
 

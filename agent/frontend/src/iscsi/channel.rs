@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use nix::errno::Errno as SystemErrno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use shorthorn_mounts::{Mount, MountTable};
+use shorthorn_linux::mounts::{Mount, MountTable};
 use shorthorn_ring::IoBuf;
 use shorthorn_types::VolumeName;
 

