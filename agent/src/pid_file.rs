@@ -11,13 +11,21 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{FlockOperation, fcntl_lock};
-use rustix::io::Errno;
-use rustix::process::{
-    Flock, FlockType, Pid, PidfdFlags, Signal, fcntl_getlk, pidfd_open, pidfd_send_signal,
-};
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::libc;
+use shorthorn_linux::process::ProcessFd;
 use thiserror::Error;
+
+/// A lock for writing of a file from its first byte to its end, see fcntl(2).
+#[allow(clippy::cast_possible_truncation)] // both are small numbers
+const WHOLE_FILE: libc::flock = libc::flock {
+    l_type: libc::F_WRLCK as libc::c_short,
+    l_whence: libc::SEEK_SET as libc::c_short,
+    l_start: 0,
+    l_len: 0,
+    l_pid: 0,
+};
 
 /// A pid file held by this process. The lock ends with the process, or when this is dropped.
 #[derive(Debug)]
@@ -56,13 +64,13 @@ impl PidFile {
             .mode(0o600)
             .open(path)
             .map_err(io)?;
-        while let Err(error) = fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive) {
-            if !matches!(error, Errno::ACCESS | Errno::AGAIN) {
+        while let Err(error) = fcntl(&file, FcntlArg::F_SETLK(&WHOLE_FILE)) {
+            if !matches!(error, Errno::EACCES | Errno::EAGAIN) {
                 return Err(io(error.into()));
             }
             // Between the two calls the holder may have gone: then the lock is free, and is tried again.
             if let Some(pid) = lock_holder(&file).map_err(io)? {
-                return Err(PidFileError::Held { path: path.to_owned(), pid: pid.as_raw_nonzero().get() });
+                return Err(PidFileError::Held { path: path.to_owned(), pid });
             }
         }
         file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id())).map_err(io)?;
@@ -70,16 +78,19 @@ impl PidFile {
     }
 }
 
-fn lock_holder(file: &File) -> io::Result<Option<Pid>> {
-    let held = fcntl_getlk(file, &Flock::from(FlockType::WriteLock))?;
-    Ok(held.and_then(|lock| lock.pid))
+/// Returns the process that has a lock on the file; none if no process has one.
+fn lock_holder(file: &File) -> io::Result<Option<i32>> {
+    let mut lock = WHOLE_FILE;
+    fcntl(file, FcntlArg::F_GETLK(&mut lock))?;
+    let is_held = libc::c_int::from(lock.l_type) != libc::F_UNLCK && lock.l_pid != 0;
+    Ok(is_held.then_some(lock.l_pid))
 }
 
 /// A living process that holds a pid file.
 #[derive(Debug)]
 pub struct Holder {
-    pid: Pid,
-    fd: OwnedFd,
+    pid: i32,
+    process: ProcessFd,
 }
 
 impl Holder {
@@ -94,20 +105,17 @@ impl Holder {
         };
         loop {
             let Some(pid) = lock_holder(&file)? else { return Ok(None) };
-            let fd = match pidfd_open(pid, PidfdFlags::NONBLOCK) {
-                Err(Errno::SRCH) => continue,
-                other => other?,
-            };
+            let Some(process) = ProcessFd::open(pid)? else { continue };
             // It held the lock before and after: the descriptor is of that very process.
             if lock_holder(&file)? == Some(pid) {
-                return Ok(Some(Holder { pid, fd }));
+                return Ok(Some(Holder { pid, process }));
             }
         }
     }
 
     /// Returns the process id of the holder.
     pub fn pid(&self) -> i32 {
-        self.pid.as_raw_nonzero().get()
+        self.pid
     }
 
     /// Asks it to end, as SIGTERM does.
@@ -115,7 +123,7 @@ impl Holder {
     /// # Errors
     /// The error of the system; a process that has ended already is not an error.
     pub fn terminate(&self) -> io::Result<()> {
-        self.signal(Signal::TERM)
+        self.process.terminate().map(drop)
     }
 
     /// Ends it at once.
@@ -123,14 +131,7 @@ impl Holder {
     /// # Errors
     /// The error of the system; a process that has ended already is not an error.
     pub fn kill(&self) -> io::Result<()> {
-        self.signal(Signal::KILL)
-    }
-
-    fn signal(&self, signal: Signal) -> io::Result<()> {
-        match pidfd_send_signal(&self.fd, signal) {
-            Ok(()) | Err(Errno::SRCH) => Ok(()),
-            Err(error) => Err(error.into()),
-        }
+        self.process.kill().map(drop)
     }
 
     /// Waits until it has ended, for at most `limit`; whether it has.
@@ -138,14 +139,7 @@ impl Holder {
     /// # Errors
     /// The error of the system.
     pub fn wait(&self, limit: Duration) -> io::Result<bool> {
-        let limit = Timespec::try_from(limit).map_err(io::Error::other)?;
-        loop {
-            match poll(&mut [PollFd::new(&self.fd, PollFlags::IN)], Some(&limit)) {
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
-                Ok(ready) => return Ok(ready > 0),
-            }
-        }
+        self.process.ends_within(Some(limit))
     }
 
     /// Returns a child as the holder, which may not hold its pid file yet. The caller has not reaped it yet.
@@ -153,8 +147,8 @@ impl Holder {
     /// # Errors
     /// The error of the system.
     pub fn of_child(child: &std::process::Child) -> io::Result<Holder> {
-        let pid = Pid::from_child(child);
-        Ok(Holder { pid, fd: pidfd_open(pid, PidfdFlags::NONBLOCK)? })
+        let pid = i32::try_from(child.id()).map_err(io::Error::other)?;
+        Ok(Holder { pid, process: ProcessFd::of_child(child)? })
     }
 
     /// Returns a pidfd: readable once the process has ended.
@@ -162,7 +156,7 @@ impl Holder {
     /// # Errors
     /// Out of descriptors.
     pub fn fd(&self) -> io::Result<OwnedFd> {
-        self.fd.try_clone()
+        self.process.try_clone()
     }
 }
 

@@ -14,8 +14,8 @@ use common::go_client;
 use common::kubelet::{Event, Kubelet, register};
 use common::node::{connect, pid, start_volume, stop};
 use common::{AgentProcess, LIMIT, agent, lives};
-use rustix::io::{FdFlags, fcntl_setfd};
-use rustix::process::Signal;
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::sys::signal::Signal;
 use shorthorn_api::csi::v1;
 use shorthorn_api::csi::v1::node_client::NodeClient;
 use shorthorn_api::csi::v1::volume_capability::{AccessMode, AccessType, MountVolume, access_mode};
@@ -108,7 +108,7 @@ fn agent_and_kubelet_restart_in_any_order() {
     let kubelet = host.kubelet();
     assert_eq!(kubelet.registers(), "n1");
     // The agent ends: its sockets stay, so kubelet keeps the driver.
-    agent.signal(Signal::TERM);
+    agent.signal(Signal::SIGTERM);
     assert!(agent.ended().success());
     assert!(host.at(CSI).exists() && host.at(REGISTRATION).exists());
     assert!(kubelet.done().is_empty());
@@ -160,7 +160,7 @@ fn a_registration_by_kubelet_itself_is_answered() {
 fn agent_with(host: &Host, listeners: [&UnixListener; 2]) -> AgentProcess {
     let passed = listeners.map(|listener| listener.try_clone().unwrap());
     for listener in &passed {
-        fcntl_setfd(listener, FdFlags::empty()).unwrap();
+        fcntl(listener, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
     }
     let program = agent().get_program().to_owned();
     let script = r#"exec 3<&"$1" 4<&"$2"; shift 2; LISTEN_PID=$$ exec "$@""#;

@@ -121,7 +121,7 @@ fn an_empty_device_becomes_a_disk() {
         let uuid = text.lines().find_map(|line| line.strip_prefix("uuid = ")).unwrap().trim_matches('"');
         assert_eq!(shown.split_whitespace().collect::<Vec<_>>(), [filesystem, uuid]);
         assert!(Path::new(&mount).join("longhorn-disk.cfg").exists(), "it is a disk");
-        assert_eq!(rustix::fs::statvfs(mount.as_str()).unwrap().f_frsize, 4096);
+        assert_eq!(nix::sys::statvfs::statvfs(mount.as_str()).unwrap().fragment_size(), 4096);
         let unit = fs::read_dir(host.path("units")).unwrap().next().unwrap().unwrap().path();
         let unit = fs::read_to_string(unit).unwrap();
         assert!(unit.contains(&format!("What=/dev/disk/by-uuid/{uuid}\nWhere={mount}\n")), "{unit}");

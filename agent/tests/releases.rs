@@ -9,7 +9,7 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 
 use common::{AgentProcess, LIMIT, agent};
-use rustix::process::Signal;
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use shorthorn_testkit::nbd::Nbd;
 use shorthorn_testkit::waiting::wait_for;
@@ -82,7 +82,7 @@ impl Host {
 }
 
 fn end(process: &mut AgentProcess) {
-    process.signal(Signal::TERM);
+    process.signal(Signal::SIGTERM);
     assert!(process.ended().success(), "{}", process.log_so_far());
 }
 

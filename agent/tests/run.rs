@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{AgentProcess, agent, lives, signal_to, wait_for_end, wait_for_status};
-use rustix::process::Signal;
+use nix::sys::signal::Signal;
 use serde_json::Value;
 use shorthorn_control::{EnginePhase, ReplicaPhase, Status};
 use shorthorn_testkit::nbd::Nbd;
@@ -62,7 +62,7 @@ fn keeps_its_data_from_run_to_run() {
             }
             nbd.write(u64::from(turn) * 4096, &[turn + 1; 4096]).unwrap();
         }
-        running.signal(Signal::TERM);
+        running.signal(Signal::SIGTERM);
         assert!(running.ended().success(), "{}", running.log_so_far());
         for pid in ready.replicas().into_iter().chain([ready.pid("engine")]) {
             assert!(!lives(pid), "process {pid} was left behind");
@@ -99,7 +99,7 @@ fn restarts_processes_that_die() {
     let ready = ReadyAnnouncement::of(&running);
     Nbd::connect(&ready.socket(), "v1").unwrap().write(0, &[1; 4096]).unwrap();
     let engine = ready.pid("engine");
-    signal_to(engine, Signal::KILL);
+    signal_to(engine, Signal::SIGKILL);
     wait_for_status(&dir.path().join("run/engine.control"), move |status| match status {
         Status::Engine(status) => status.pid != Some(engine) && status.phase == EnginePhase::Serving,
         Status::Replica(_) => false,
@@ -107,7 +107,7 @@ fn restarts_processes_that_die() {
     assert_eq!(Nbd::connect(&ready.socket(), "v1").unwrap().read(0, 4096).unwrap(), [1; 4096]);
     let replica = ready.replicas()[0];
     let id = ready.0["replicas"][0]["id"].as_str().unwrap().to_owned();
-    signal_to(replica, Signal::KILL);
+    signal_to(replica, Signal::SIGKILL);
     wait_for_status(&dir.path().join("run").join(format!("{id}.control")), move |status| match status {
         Status::Replica(status) => status.pid != replica && status.phase == ReplicaPhase::Serving,
         Status::Engine(_) => false,
@@ -120,7 +120,7 @@ fn leaves_nothing_behind_when_it_is_killed() {
     let mut running = AgentProcess::start(&mut run(dir.path(), &["--replicas", "2"]));
     let ready = ReadyAnnouncement::of(&running);
     Nbd::connect(&ready.socket(), "v1").unwrap().write(4096, &[7; 4096]).unwrap();
-    running.signal(Signal::KILL);
+    running.signal(Signal::SIGKILL);
     running.ended();
     for pid in ready.replicas().into_iter().chain([ready.pid("engine")]) {
         assert!(wait_for_end(pid), "process {pid} outlives its supervisor");
@@ -143,7 +143,7 @@ fn continues_if_its_own_files_are_lost_or_older_than_the_replicas() {
             assert_eq!(nbd.read(u64::from(earlier) * 4096, 4096).unwrap(), [earlier + 1; 4096]);
         }
         nbd.write(u64::from(block) * 4096, &[block + 1; 4096]).unwrap();
-        running.signal(Signal::TERM);
+        running.signal(Signal::SIGTERM);
         assert!(running.ended().success(), "{}", running.log_so_far());
         ready.0["generation"].as_str().unwrap().to_owned()
     };
@@ -178,7 +178,7 @@ fn an_ordinary_user_can_run_one() {
     nbd.write(0, &[3; 4096]).unwrap();
     assert_eq!(nbd.read(0, 4096).unwrap(), [3; 4096]);
     drop(nbd);
-    running.signal(Signal::TERM);
+    running.signal(Signal::SIGTERM);
     assert!(running.ended().success());
 }
 
@@ -199,7 +199,7 @@ fn a_failed_start_names_the_reason() {
     let dir = tempfile::tempdir().unwrap();
     let mut running = AgentProcess::start(&mut run(dir.path(), &["--replicas", "1"]));
     let ready = ReadyAnnouncement::of(&running);
-    running.signal(Signal::TERM);
+    running.signal(Signal::SIGTERM);
     running.ended();
     let directory = PathBuf::from(ready.0["replicas"][0]["directory"].as_str().unwrap());
     fs::write(directory.join("volume.meta"), "{ damaged").unwrap();

@@ -10,7 +10,7 @@ use common::node::{
     REPLICAS, SIZE, connect, endpoint, engine, list, pid, replica, running, start_volume, stop, wait_for,
 };
 use common::{AgentProcess, LIMIT, agent, lives, signal_to, wait_for_end};
-use rustix::process::Signal;
+use nix::sys::signal::Signal;
 use shorthorn_api::v1::instance_event::Type;
 use shorthorn_api::v1::node_client::NodeClient;
 use shorthorn_api::v1::{self, InstanceKind, InstanceState};
@@ -84,7 +84,7 @@ impl Drop for Node {
                 arguments.windows(dir.len()).any(|window| window == dir)
             };
             if let Some(pid) = pid.filter(ours) {
-                signal_to(pid, Signal::KILL);
+                signal_to(pid, Signal::SIGKILL);
             }
         }
     }
@@ -338,7 +338,7 @@ async fn a_killed_agent_changes_nothing() {
     assert_eq!(after, before);
     assert_eq!(nbd.read(0, 8192).unwrap(), [[1; 4096], [2; 4096]].concat());
 
-    agent.signal(Signal::TERM);
+    agent.signal(Signal::SIGTERM);
     assert!(agent.ended().success());
     assert!(before.iter().all(|pid| lives(*pid)), "stopping the agent stops nothing else");
     let (_agent, mut client) = node.start().await;
@@ -355,11 +355,11 @@ async fn a_dead_process_is_restarted() {
     start_volume(&node.disk(), "socket", &mut client).await;
     let name = "v1-0000000a";
     let first = wait_for(&mut client, name, running).await;
-    signal_to(pid(&first), Signal::KILL);
+    signal_to(pid(&first), Signal::SIGKILL);
     let second = wait_for(&mut client, name, |replica| running(replica) && replica.pid != first.pid).await;
     // The next agent restarts processes that die without an agent.
     drop(agent);
-    signal_to(pid(&second), Signal::KILL);
+    signal_to(pid(&second), Signal::SIGKILL);
     assert!(wait_for_end(pid(&second)));
     let (_agent, mut client) = node.start().await;
     wait_for(&mut client, name, |replica| running(replica) && replica.pid != second.pid).await;
@@ -373,7 +373,7 @@ async fn after_a_reboot_nothing_starts_by_itself() {
     let pids: Vec<u32> = list(&mut client).await.iter().map(pid).collect();
     drop(agent);
     for pid in pids {
-        signal_to(pid, Signal::KILL);
+        signal_to(pid, Signal::SIGKILL);
         assert!(wait_for_end(pid));
     }
     fs::write(node.dir.path().join("r/boot-id"), "another boot").unwrap();
@@ -415,7 +415,7 @@ async fn an_engine_is_expanded_and_the_next_one_knows() {
     let odd = client.expand_engine(order(1, SIZE * 2 + 1)).await.unwrap_err();
     assert_eq!(odd.code(), Code::InvalidArgument);
 
-    signal_to(pid(&first), Signal::KILL);
+    signal_to(pid(&first), Signal::SIGKILL);
     let is_next = |instance: &v1::Instance| instance.pid != first.pid && has(SIZE * 2)(instance);
     wait_for(&mut client, "v1", is_next).await;
     // A start that comes late has the size of before.
@@ -493,7 +493,7 @@ async fn watches_report_all_changes_in_order() {
     }
     assert_eq!(last, InstanceState::Stopping);
     // An agent that stops ends its watches, and does not wait for the clients that hold them.
-    agent.signal(Signal::TERM);
+    agent.signal(Signal::SIGTERM);
     let end = tokio::time::timeout(LIMIT, async { while let Ok(Some(_)) = events.message().await {} });
     end.await.expect("the watch ends with the agent");
     assert!(agent.ended().success());

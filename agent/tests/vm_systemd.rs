@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use common::node::{REPLICAS, connect, endpoint, list, pid, replica, running, start_volume, stop, wait_for};
 use common::{lives, signal_to, wait_for_end};
-use rustix::process::Signal;
+use nix::sys::signal::Signal;
 use shorthorn_api::v1::node_client::NodeClient;
 use shorthorn_api::v1::{self, InstanceKind, InstanceState};
 use shorthorn_vmkit::{Kernel, Vm, VmOptions};
@@ -162,7 +162,7 @@ async fn kill_the_agent(socket: &Path, mut client: NodeClient<Channel>) -> NodeC
 }
 
 async fn kill_the_engine(engine: &v1::Instance, client: &mut NodeClient<Channel>) -> v1::Instance {
-    signal_to(pid(engine), Signal::KILL);
+    signal_to(pid(engine), Signal::SIGKILL);
     sh("dd if=/dev/longhorn/v1 of=/root/read bs=64k count=16 iflag=direct status=none && cmp /root/random \
         /root/read");
     let again = wait_for(client, "v1", |again| running(again) && again.pid != engine.pid).await;

@@ -2,19 +2,18 @@
 //! large cluster. systemd and container runtimes set it that low for programs that use select(2), which this
 //! one does not.
 
-use rustix::process::{Resource, getrlimit, setrlimit};
+use std::io;
+
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 /// The most that is asked for: 5,000 agents need a tenth of it.
 const WANTED: u64 = 65_536;
 
 /// Raises the limit as far as the system permits.
 pub fn raise_limit() {
-    let mut limit = getrlimit(Resource::Nofile);
-    let Some(soft) = limit.current else { return };
-    let raised = limit.maximum.unwrap_or(WANTED).min(WANTED).max(soft);
-    limit.current = Some(raised);
-    if let Err(error) = setrlimit(Resource::Nofile, limit) {
-        tracing::warn!(%error, soft, "the limit of open files cannot be raised");
+    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return };
+    if let Err(error) = setrlimit(Resource::RLIMIT_NOFILE, hard.min(WANTED).max(soft), hard) {
+        tracing::warn!(error = %io::Error::from(error), soft, "the limit of open files cannot be raised");
     }
 }
 
@@ -24,12 +23,9 @@ mod tests {
 
     #[test]
     fn the_limit_is_raised_as_far_as_the_system_permits() {
-        let mut low = getrlimit(Resource::Nofile);
-        low.current = Some(1024);
-        setrlimit(Resource::Nofile, low).unwrap();
+        let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+        setrlimit(Resource::RLIMIT_NOFILE, 1024, hard).unwrap();
         raise_limit();
-        let raised = getrlimit(Resource::Nofile);
-        assert_eq!(raised.current, Some(low.maximum.unwrap_or(WANTED).min(WANTED)));
-        assert_eq!(raised.maximum, low.maximum);
+        assert_eq!(getrlimit(Resource::RLIMIT_NOFILE).unwrap(), (hard.min(WANTED), hard));
     }
 }

@@ -7,9 +7,12 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::{Errno, ioctl_fionbio};
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+use shorthorn_linux::process::ProcessFd;
 use thiserror::Error;
 
 /// The most that is kept of an output; the rest is read and dropped.
@@ -95,8 +98,8 @@ impl Tool {
         let followed = follow(&mut child, limit);
         if !matches!(followed, Ok(Followed { ended: true, .. })) {
             // It cannot have been reaped: its number is still its own.
-            let group = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
-            let _ = group.map(|group| kill_process_group(group, Signal::KILL));
+            let group = i32::try_from(child.id()).ok().map(Pid::from_raw);
+            let _ = group.map(|group| killpg(group, Signal::SIGKILL));
         }
         let status = child.wait();
         let followed = followed.map_err(|source| CommandError::System { program, source })?;
@@ -148,7 +151,7 @@ impl<T: Read + AsFd> Pipe for T {}
 impl CapturedPipe {
     fn new(pipe: Option<impl Pipe + 'static>) -> io::Result<CapturedPipe> {
         if let Some(pipe) = &pipe {
-            ioctl_fionbio(pipe, true)?;
+            fcntl(pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
         }
         Ok(CapturedPipe { pipe: pipe.map(|pipe| Box::new(pipe) as Box<dyn Pipe>), bytes: Vec::new() })
     }
@@ -179,22 +182,21 @@ impl CapturedPipe {
 /// Reads the output of a child until it ends, or until the limit. Does not wait for processes that it has
 /// left running.
 fn follow(child: &mut Child, limit: Duration) -> io::Result<Followed> {
-    let process = pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
+    let process = ProcessFd::of_child(child)?;
     let deadline = Instant::now() + limit;
     let mut output = CapturedPipe::new(child.stdout.take())?;
     let mut errors = CapturedPipe::new(child.stderr.take())?;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        let mut fds = vec![PollFd::new(&process, PollFlags::IN)];
+        let mut fds = vec![PollFd::new(process.as_fd(), PollFlags::POLLIN)];
         for pipe in [&output.pipe, &errors.pipe].into_iter().flatten() {
-            fds.push(PollFd::from_borrowed_fd(pipe.as_fd(), PollFlags::IN));
+            fds.push(PollFd::new(pipe.as_fd(), PollFlags::POLLIN));
         }
-        let timeout = Timespec::try_from(left).map_err(io::Error::other)?;
-        match poll(&mut fds, Some(&timeout)) {
-            Err(Errno::INTR) => continue,
+        match poll(&mut fds, PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)) {
+            Err(Errno::EINTR) => continue,
             other => other?,
         };
-        let ended = !fds[0].revents().is_empty();
+        let ended = fds[0].any() != Some(false);
         drop(fds);
         output.drain()?;
         errors.drain()?;

@@ -4,6 +4,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
+use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 use shorthorn_types::DeviceNumber;
 use shorthorn_types::limits::SECTOR_BYTES;
 
@@ -11,6 +12,16 @@ use shorthorn_types::limits::SECTOR_BYTES;
 #[must_use]
 pub fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV | libc::ENXIO | libc::ENOTDIR))
+}
+
+/// Returns the device that the node at `path` leads to, links followed; none if it is another file. It asks
+/// no server: the path may be on a network file system that hangs, and must not hang this process.
+#[must_use]
+pub fn device_at(path: &Path) -> Option<DeviceNumber> {
+    let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
+    let found = statx(CWD, path, flags, StatxFlags::TYPE).ok()?;
+    let is_block_device = FileType::from_raw_mode(found.stx_mode.into()) == FileType::BlockDevice;
+    is_block_device.then_some(DeviceNumber { major: found.stx_rdev_major, minor: found.stx_rdev_minor })
 }
 
 /// Returns the size in bytes of the device with this folder in sysfs; none if it does not exist.
@@ -37,6 +48,8 @@ pub fn size_by_number(device: DeviceNumber) -> io::Result<Option<u64>> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::{FileTypeExt, MetadataExt};
+
     use super::*;
 
     #[test]
@@ -49,6 +62,18 @@ mod tests {
         }
         fs::write(disk.path().join("size"), "many\n").unwrap();
         assert_eq!(size_in(disk.path()).unwrap_err().kind(), io::ErrorKind::InvalidData);
+    }
+
+    #[test]
+    fn only_the_node_of_a_block_device_leads_to_one() {
+        for path in ["/dev/null", "/dev", "/dev/no-such-device"] {
+            assert_eq!(device_at(Path::new(path)), None, "{path}");
+        }
+        let nodes = fs::read_dir("/dev").unwrap().flatten();
+        for node in nodes.filter(|node| node.file_type().is_ok_and(|kind| kind.is_block_device())) {
+            let expected = DeviceNumber::of(node.metadata().unwrap().rdev());
+            assert_eq!(device_at(&node.path()), Some(expected), "{}", node.path().display());
+        }
     }
 
     #[test]

@@ -3,3 +3,4 @@
 
 pub mod block_device;
 pub mod mounts;
+pub mod process;

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,8 +13,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
+use nix::poll::{PollFd, PollFlags, poll};
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use shorthorn_api::csi::v1::NodeGetInfoRequest;
 use shorthorn_api::csi::v1::node_client::NodeClient;
 use shorthorn_api::pluginregistration::registration_client::RegistrationClient;
@@ -23,7 +24,7 @@ use tonic::transport::{Channel, Endpoint};
 use super::LIMIT;
 
 /// The interval at which kubelet compares its desired and actual state.
-const RECONCILE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+const RECONCILE_MS: u16 = 1000;
 const DIAL_LIMIT: Duration = Duration::from_secs(10);
 const GET_INFO_LIMIT: Duration = Duration::from_secs(1);
 
@@ -84,8 +85,8 @@ impl Drop for Kubelet {
 
 fn follow(registry: &Path, events: &Sender<Event>, stop: &AtomicBool) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let watch = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC).unwrap();
-    inotify::add_watch(&watch, registry, WatchFlags::ALL_EVENTS).unwrap();
+    let watch = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).unwrap();
+    watch.add_watch(registry, AddWatchFlags::IN_ALL_EVENTS).unwrap();
     let mut registered = BTreeMap::new();
     while !stop.load(Ordering::Relaxed) {
         let found = sockets(registry);
@@ -105,8 +106,8 @@ fn follow(registry: &Path, events: &Sender<Event>, stop: &AtomicBool) {
                 let _ = events.send(event);
             }
         }
-        let _ = poll(&mut [PollFd::new(&watch, PollFlags::IN)], Some(&RECONCILE));
-        let _ = rustix::io::read(&watch, &mut [0u8; 4096]);
+        let _ = poll(&mut [PollFd::new(watch.as_fd(), PollFlags::POLLIN)], RECONCILE_MS);
+        let _ = watch.read_events();
     }
 }
 

@@ -15,8 +15,9 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use shorthorn_linux::process::ProcessFd;
 
 /// The time limit of every wait, far above the usual durations: reaching it is a bug.
 pub const LIMIT: Duration = Duration::from_secs(60);
@@ -125,26 +126,24 @@ fn forward_log(pipe: ChildStderr) -> Receiver<String> {
     receiver
 }
 
-fn pid_of(pid: u32) -> Pid {
-    Pid::from_raw(i32::try_from(pid).unwrap()).unwrap()
+pub fn signal_to(pid: u32, signal: Signal) {
+    kill(Pid::from_raw(i32::try_from(pid).unwrap()), signal).unwrap();
 }
 
-pub fn signal_to(pid: u32, signal: Signal) {
-    kill_process(pid_of(pid), signal).unwrap();
+/// Returns true if a process ends within the limit. A missing process has ended.
+fn ends_within(pid: u32, limit: Duration) -> bool {
+    let process = ProcessFd::open(i32::try_from(pid).unwrap()).unwrap();
+    process.is_none_or(|process| process.ends_within(Some(limit)).unwrap())
 }
 
 /// Returns true if a process ends within the limit. A missing process has ended.
 pub fn wait_for_end(pid: u32) -> bool {
-    let Ok(fd) = pidfd_open(pid_of(pid), PidfdFlags::empty()) else { return true };
-    let limit = Timespec::try_from(LIMIT).unwrap();
-    poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&limit)).unwrap() > 0
+    ends_within(pid, LIMIT)
 }
 
 /// Returns true if a process lives.
 pub fn lives(pid: u32) -> bool {
-    let Ok(fd) = pidfd_open(pid_of(pid), PidfdFlags::empty()) else { return false };
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&now)).unwrap() == 0
+    !ends_within(pid, Duration::ZERO)
 }
 
 /// Returns the first status on the control socket at `path` that is as wanted. The socket may not be there

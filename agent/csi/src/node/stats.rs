@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use rustix::fs::{StatVfs, statvfs};
+use nix::sys::statvfs::statvfs;
 use shorthorn_api::csi::v1;
 use shorthorn_api::csi::v1::volume_usage::Unit;
 use shorthorn_csi::CsiError;
@@ -103,13 +103,13 @@ fn of_device(device: &Device) -> Option<v1::VolumeUsage> {
 }
 
 fn of_file_system(point: &Path) -> Option<Vec<v1::VolumeUsage>> {
-    let StatVfs { f_frsize, f_blocks, f_bfree, f_bavail, f_files, f_ffree, f_favail, .. } =
-        statvfs(point).ok()?;
-    let bytes = |blocks: u64| blocks.saturating_mul(f_frsize);
-    let used = f_blocks.saturating_sub(f_bfree);
+    let found = statvfs(point).ok()?;
+    let bytes = |blocks: u64| blocks.saturating_mul(found.fragment_size());
+    let used = found.blocks().saturating_sub(found.blocks_free());
+    let used_inodes = found.files().saturating_sub(found.files_free());
     Some(vec![
-        usage(Unit::Bytes, bytes(f_blocks), bytes(used), bytes(f_bavail)),
-        usage(Unit::Inodes, f_files, f_files.saturating_sub(f_ffree), f_favail),
+        usage(Unit::Bytes, bytes(found.blocks()), bytes(used), bytes(found.blocks_available())),
+        usage(Unit::Inodes, found.files(), used_inodes, found.files_available()),
     ])
 }
 

@@ -143,7 +143,7 @@ pub struct Node {
 impl Node {
     /// Creates a node without volumes.
     pub fn new() -> Node {
-        assert!(rustix_is_root(), "loop devices and mounts need root: run this test as root");
+        assert!(is_root(), "loop devices and mounts need root: run this test as root");
         let dir = tempfile::tempdir().unwrap();
         let root = fs::canonicalize(dir.path()).unwrap().join("kubelet");
         fs::create_dir_all(root.join("staging")).unwrap();
@@ -235,7 +235,7 @@ impl Node {
     }
 }
 
-fn rustix_is_root() -> bool {
+fn is_root() -> bool {
     fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0)
 }
 

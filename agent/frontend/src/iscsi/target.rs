@@ -6,7 +6,7 @@
 use std::ffi::OsString;
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
@@ -14,9 +14,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{getsockopt, sockopt};
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use shorthorn_linux::process::ProcessFd;
 
 use super::channel;
 use super::commands::{CONTROL_SUFFIX, CONTROL_VARIABLE, Target};
@@ -107,10 +106,7 @@ impl Files {
         })?;
         let Some(socket) = connected else { return Ok(None) };
         let pid = getsockopt(&socket, sockopt::PeerCredentials)?.pid();
-        match ProcessHandle::of(pid) {
-            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Ok(None),
-            process => process.map(Some),
-        }
+        ProcessHandle::of(pid)
     }
 }
 
@@ -118,13 +114,12 @@ impl Files {
 #[derive(Clone, Debug)]
 pub(super) struct ProcessHandle {
     pid: i32,
-    handle: Arc<OwnedFd>,
+    handle: Arc<ProcessFd>,
 }
 
 impl ProcessHandle {
-    fn of(pid: i32) -> io::Result<ProcessHandle> {
-        let id = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
-        Ok(ProcessHandle { pid, handle: Arc::new(pidfd_open(id, PidfdFlags::empty())?) })
+    fn of(pid: i32) -> io::Result<Option<ProcessHandle>> {
+        Ok(ProcessFd::open(pid)?.map(|handle| ProcessHandle { pid, handle: Arc::new(handle) }))
     }
 
     /// Kills it, and waits until its main thread is gone: the one that answers the initiator. Its other
@@ -133,9 +128,8 @@ impl ProcessHandle {
     /// # Errors
     /// The error of the kernel.
     pub(super) fn kill(&self) -> io::Result<()> {
-        match pidfd_send_signal(self.handle.as_fd(), Signal::KILL) {
-            Err(rustix::io::Errno::SRCH) => return Ok(()),
-            sent => sent?,
+        if !self.handle.kill()? {
+            return Ok(());
         }
         let is_gone = wait::until(END_LIMIT, || {
             let text = fs::read_to_string(format!("/proc/{0}/task/{0}/stat", self.pid));
@@ -149,14 +143,7 @@ impl ProcessHandle {
     /// # Errors
     /// They are not within `limit`.
     pub(super) fn wait(&self, limit: Duration) -> io::Result<()> {
-        let limit_ms = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
-        self.poll(limit_ms)?.then_some(()).ok_or_else(|| wait::timed_out(limit))
-    }
-
-    /// Returns true if it has ended, after at most `limit`.
-    fn poll(&self, limit: PollTimeout) -> io::Result<bool> {
-        let mut ended = [PollFd::new(self.handle.as_fd(), PollFlags::POLLIN)];
-        Ok(poll(&mut ended, limit)? > 0)
+        self.handle.ends_within(Some(limit))?.then_some(()).ok_or_else(|| wait::timed_out(limit))
     }
 }
 
@@ -247,7 +234,7 @@ impl Server {
         let server = Arc::clone(self);
         let work = move || {
             while let Some(process) = server.current() {
-                if process.poll(PollTimeout::NONE).is_err() || !server.replaced(&process) {
+                if process.handle.ends_within(None).is_err() || !server.replaced(&process) {
                     thread::sleep(RETRY_PAUSE);
                 }
             }
@@ -384,7 +371,7 @@ mod tests {
     #[test]
     fn a_killed_process_ends_once() {
         let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
-        let process = ProcessHandle::of(i32::try_from(child.id()).unwrap()).unwrap();
+        let process = ProcessHandle::of(i32::try_from(child.id()).unwrap()).unwrap().unwrap();
         assert!(process.wait(Duration::ZERO).is_err());
         process.kill().unwrap();
         process.wait(END_LIMIT).unwrap();

@@ -6,8 +6,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
-use shorthorn_linux::block_device::is_gone;
+use shorthorn_linux::block_device::{device_at, is_gone};
 use shorthorn_linux::mounts::MountTable;
 
 use super::{DeviceNumber, folder_of, name_of};
@@ -78,15 +77,6 @@ fn listed(users: &[String]) -> String {
         text.push_str(&format!(" and {more} more"));
     }
     text
-}
-
-/// Returns the device that the node at `path` leads to, links followed. It asks no server: some paths are
-/// files of unrelated programs, and one on a hanging file system must not hang this process.
-fn device_at(path: &Path) -> Option<DeviceNumber> {
-    let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
-    let found = statx(CWD, path, flags, StatxFlags::TYPE).ok()?;
-    let is_block_device = FileType::from_raw_mode(found.stx_mode.into()) == FileType::BlockDevice;
-    is_block_device.then_some(DeviceNumber { major: found.stx_rdev_major, minor: found.stx_rdev_minor })
 }
 
 /// The paths of the kernel's information about itself.

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe::Receiver;
 
@@ -20,21 +20,21 @@ impl Watch {
     /// # Errors
     /// The error of inotify.
     pub fn over(paths: &[PathBuf]) -> io::Result<Watch> {
-        let events = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)?;
-        let what = WatchFlags::CREATE
-            | WatchFlags::DELETE
-            | WatchFlags::MOVE
-            | WatchFlags::DELETE_SELF
-            | WatchFlags::MOVE_SELF
-            | WatchFlags::ONLYDIR;
+        let events = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?;
+        let what = AddWatchFlags::IN_CREATE
+            | AddWatchFlags::IN_DELETE
+            | AddWatchFlags::IN_MOVE
+            | AddWatchFlags::IN_DELETE_SELF
+            | AddWatchFlags::IN_MOVE_SELF
+            | AddWatchFlags::IN_ONLYDIR;
         for path in paths {
             // The names above matter as well: removing a directory removes its content.
             for above in path.ancestors().skip(1).filter(|above| above.is_dir()).take(3) {
-                inotify::add_watch(&events, above, what)?;
+                events.add_watch(above, what)?;
             }
         }
         // Reading events is reading from a descriptor that can be waited for, as with a pipe.
-        Ok(Watch(Receiver::from_owned_fd_unchecked(events)?))
+        Ok(Watch(Receiver::from_owned_fd_unchecked(events.into())?))
     }
 
     /// Returns when something has happened.

@@ -2,8 +2,8 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use shorthorn_control::ProcessCommand;
+use shorthorn_linux::process::ProcessFd;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::time::timeout;
@@ -68,13 +68,15 @@ pub fn end_of(process: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
 
 /// Waits for the end of process `pid`, but no longer than `limit`; false: it lives on, or cannot be watched.
 pub async fn ends_within(pid: i32, limit: Duration) -> bool {
-    let Some(pid) = Pid::from_raw(pid) else { return true };
-    let process = match pidfd_open(pid, PidfdFlags::empty()) {
-        Err(rustix::io::Errno::SRCH) => return true,
+    if pid == 0 {
+        return true;
+    }
+    let process = match ProcessFd::open(pid) {
+        Ok(None) => return true,
         Err(_) => return false,
-        Ok(process) => process,
+        Ok(Some(process)) => process,
     };
-    let Ok(process) = end_of(process) else { return false };
+    let Ok(process) = end_of(process.into()) else { return false };
     timeout(limit, process.readable()).await.is_ok_and(|ready| ready.is_ok())
 }
 
