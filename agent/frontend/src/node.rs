@@ -23,7 +23,7 @@ use crate::{FrontendError, wait};
 
 pub(crate) use removal::remove_node_first;
 pub use shorthorn_types::{DeviceNumber, DeviceNumberError};
-pub use udev::{Events, property};
+pub use udev::{Events, has_udev, property};
 pub use users::{in_use, shared_with};
 
 /// The mode of a device node: root and the group `disk` may open it, as for every disk of the host.

@@ -12,6 +12,7 @@ use nix::libc;
 use nix::sys::utsname::uname;
 use shorthorn_api::{nonempty, v1};
 use shorthorn_control::{EngineSpec, ReplicaSpec, load_spec};
+use shorthorn_frontend::node::has_udev;
 use shorthorn_frontend::probe::probe;
 use shorthorn_frontend::{FrontendKind, iscsid, nbd_partitions_max};
 use shorthorn_linux::mounts::MountTable;
@@ -121,7 +122,7 @@ fn block_tools() -> BlockTools {
         multipath_config: files.iter().filter_map(|file| fs::read_to_string(file).ok()).collect(),
         has_lvm: is_there("/usr/sbin/lvm") || is_there("/sbin/lvm"),
         has_udev_rule: has_udev_rule(Path::new("/")),
-        udev_runs: is_there("/run/udev/control"),
+        udev_runs: has_udev(),
         lvm: None,
     }
 }

@@ -22,6 +22,12 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// The interval of looking if no monitor can be opened.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
+/// Returns true if udevd runs. Containers and initial RAM disks have none.
+#[must_use]
+pub fn has_udev() -> bool {
+    Path::new(CONTROL).exists()
+}
+
 /// Hears all events of block devices from now on.
 pub struct Events {
     /// None if no monitor can be opened: then the caller polls.
@@ -39,7 +45,7 @@ impl Events {
     /// Opens the monitor. Without udevd, as in containers and initial RAM disks, it is that of the kernel.
     #[must_use]
     pub fn listen() -> Events {
-        let has_udev = Path::new(CONTROL).exists();
+        let has_udev = has_udev();
         let builder = if has_udev { MonitorBuilder::new() } else { MonitorBuilder::new_kernel() };
         let monitor =
             builder.and_then(|builder| builder.match_subsystem("block")).and_then(MonitorBuilder::listen);
