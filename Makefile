@@ -15,7 +15,7 @@ IMAGE_DIR ?= $(TARGET_DIR)/image
 # Where packages are written.
 PACKAGE_DIR ?= $(TARGET_DIR)/packages
 
-.PHONY: help demo test bench soak soak-vm few-regions lint deny fuzz vm setup build demo-build test-build vm-image apiserver manual docs book image chart clean
+.PHONY: help demo test surroundings first-stage bench soak soak-vm few-regions lint deny fuzz vm setup build demo-build test-build vm-image apiserver manual docs book image chart clean
 
 help: ## prints this list of targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -24,15 +24,28 @@ demo: demo-build ## a replicated volume in a virtual machine that survives kills
 	$(PROGRAMS)/shorthorn-vm prepare --kernel ublk
 	$(PROGRAMS)/shorthorn-demo
 
-# The API server, the image of the virtual machines and mdbook wait for the network and for single processors,
-# so they are made beside the programs. The simulation of few-regions uses all processors for a fixed time, and
-# runs alone.
+# The API server, the image of the virtual machines and mdbook wait for the network and for single processors.
+# So they are made beside the first stage, which does not need them. Their output is shown if one of them fails.
+# A failure of either ends the run before the second stage.
+SURROUNDINGS_LOG := $(TARGET_DIR)/surroundings.log
 test: setup ## every test: units, properties, processes, virtual machines
-	$(MAKE) apiserver vm-image book & surroundings=$$!; \
-		$(MAKE) lint test-build; status=$$?; wait $$surroundings && exit $$status
-	$(MAKE) few-regions
+	@mkdir -p $(TARGET_DIR)
+	@$(MAKE) surroundings >$(SURROUNDINGS_LOG) 2>&1 & surroundings=$$!; \
+		$(MAKE) first-stage; status=$$?; \
+		echo "make test: waiting for the API server, the image and the book; their log is $(SURROUNDINGS_LOG)"; \
+		wait $$surroundings || { status=1; cat $(SURROUNDINGS_LOG); }; \
+		exit $$status
 	$(TEST_PROGRAMS)/shorthorn-vm prepare
-	SHORTHORN_BIN_DIR=$(TEST_PROGRAMS) tests/run
+	SHORTHORN_BIN_DIR=$(TEST_PROGRAMS) tests/run second
+
+surroundings: apiserver vm-image book
+
+# The simulation of few-regions uses all processors for a fixed time. At the end of the stage, the surroundings have
+# usually been made.
+first-stage: ## the tests that need only processors: lint, documentation, units, models, simulation
+	$(MAKE) lint test-build
+	SHORTHORN_BIN_DIR=$(TEST_PROGRAMS) tests/run first
+	$(MAKE) few-regions
 
 bench: build apiserver ## speed, CPU and memory beside the ceilings of this machine
 	$(PROGRAMS)/shorthorn-vm prepare
