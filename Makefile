@@ -55,7 +55,7 @@ bench: build apiserver ## speed, CPU and memory beside the ceilings of this mach
 
 soak: build few-regions ## the simulation with new seeds, each for SECONDS, and FAULTS on real processes, as a table
 	$(PROGRAMS)/shorthorn-sim --seed $$(date +%s) --seconds $(SECONDS) --jobs 0
-	$(TARGET_DIR)/few-regions/$(PROFILE)/shorthorn-sim --seed $$(date +%s) --seconds $(SECONDS) --jobs 0
+	$(TARGET_DIR)/few-regions/debug/shorthorn-sim --seed $$(date +%s) --seconds $(SECONDS) --jobs 0
 	$(PROGRAMS)/shorthorn-soak --faults $(FAULTS)
 
 soak-vm: build ## FAULTS in a virtual machine with the newest kernel, on its ublk devices, as a table
@@ -63,9 +63,10 @@ soak-vm: build ## FAULTS in a virtual machine with the newest kernel, on its ubl
 	$(PROGRAMS)/shorthorn-soak --in-vm --frontend ublk --faults $(FAULTS)
 
 # Volumes whose regions become larger when they are expanded: see REGIONS_MAX. The seeds are those of the commit.
+# The flag needs a build of its own. The profile dev optimises the simulator and all crates under it.
 few-regions: setup ## the simulation of volumes with few regions, for 20 seconds
 	RUSTFLAGS="--cfg shorthorn_few_regions" CARGO_TARGET_DIR=$(TARGET_DIR)/few-regions \
-		cargo run --profile $(PROFILE) -p shorthorn-sim -- \
+		cargo run -p shorthorn-sim -- \
 		--seed $$((0x$$(git rev-parse --short=12 HEAD))) --seconds 20 --jobs 0
 
 # Links to private items are meant for readers of the source, as the comments of a crate are.
