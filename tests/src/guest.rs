@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use shorthorn_sim::checker::{Checker, Id, Micros};
+use shorthorn_checker::{Checker, Id, Micros};
 
 use crate::device_client::DeviceClient;
 use crate::nbd_client::{NbdClient, NbdCompletion, NbdRequest};

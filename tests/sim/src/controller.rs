@@ -2,10 +2,10 @@
 //! the volume.
 
 use fastrand::Rng;
+use shorthorn_checker::Id;
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId, is_current};
 use shorthorn_views::{Arbiter, ReplicaViews};
 
-use crate::checker::Id;
 use crate::disk::Files;
 use crate::net;
 use crate::occurrence::Occurrence;

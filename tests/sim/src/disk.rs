@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use fastrand::Rng;
 use shorthorn_chain::{ExtentSource, FileIndex};
+use shorthorn_checker::{Id, ROT, ROT_AGAIN, has_rot, is_rot};
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::{BLOCK_BYTES, SECTOR_BYTES};
 
-use crate::checker::{Id, ROT, ROT_AGAIN, has_rot, is_rot};
 use crate::script::Layout;
 
 /// Sectors of a block.

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use shorthorn_checker::Id;
 use shorthorn_core::{EngineCore, FlightLimits, PeerIndex, SlotId};
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno, Generation, Members, ReplicaId, ReplicaReport, View};
 
-use crate::checker::Id;
 use crate::net::ConnId;
 use crate::occurrence::Occurrence;
 

@@ -3,11 +3,11 @@
 mod outputs;
 
 use fastrand::Rng;
+use shorthorn_checker::Id;
 use shorthorn_core::{Event, PeerConfig, PeerIndex, SlotId, VolumeCheck, ZeroBlocks};
 use shorthorn_types::{Errno, Generation, View, ViewId};
 
 use crate::Sabotage;
-use crate::checker::Id;
 use crate::disk::BLOCK_SECTORS;
 use crate::engine::{DEPTH, EngineProc, index};
 use crate::net::{ConnId, NetMessage, ReplicaAnswer};

@@ -1,10 +1,10 @@
 //! The state of the guest: a file system's worth of requests on the device.
 
 use fastrand::Rng;
+use shorthorn_checker::{Id, Micros};
 use shorthorn_core::Operation;
 use shorthorn_types::{ByteRange, ReplicaId};
 
-use crate::checker::{Id, Micros};
 use crate::engine::DEPTH;
 use crate::script::Script;
 

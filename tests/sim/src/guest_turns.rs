@@ -1,9 +1,9 @@
 //! The turns of the guest: it makes requests, and the checker records them with their answers.
 
+use shorthorn_checker::has_rot;
 use shorthorn_core::{Event, Operation, Request, SlotId};
 use shorthorn_types::{ByteRange, Errno};
 
-use crate::checker::has_rot;
 use crate::engine::DEPTH;
 use crate::guest::{Outstanding, sectors};
 use crate::occurrence::Occurrence;

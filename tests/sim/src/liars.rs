@@ -1,10 +1,10 @@
 //! Replicas that lie for a while, also after all other trouble. If the others are enough, the volume has to
 //! start and to become healthy without their help.
 
+use shorthorn_checker::Micros;
 use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{Members, ReplicaId, View};
 
-use crate::checker::Micros;
 use crate::faults::LieAt;
 use crate::replica::{Judgement, Replica};
 use crate::simulation::Simulation;

@@ -8,15 +8,14 @@
 //! it comes back after a salvage.
 //!
 //! The rules ([`run`] returns the violated one):
-//! - a read returns the last acknowledged write of each sector or a concurrent one ([`checker`]), also after
-//!   the device was recovered or attached elsewhere;
+//! - a read returns the last acknowledged write of each sector or a concurrent one ([`shorthorn_checker`]),
+//!   also after the device was recovered or attached elsewhere;
 //! - every write that a flush or a FUA write has acknowledged survives every loss of power;
 //! - two reads of a sector agree; an engine that is fenced changes nothing any more;
 //! - when the trouble is over, every request is answered, every replica becomes a member, and all of them
 //!   read the same.
 #![forbid(unsafe_code)]
 
-pub mod checker;
 mod controller;
 mod disk;
 mod engine;
@@ -42,11 +41,11 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use fastrand::Rng;
+use shorthorn_checker::{Checker, Id, has_rot};
 use shorthorn_core::{PeerState, ScrubConfig};
 use shorthorn_types::{Generation, Members, Regions, ReplicaId, View, ViewId};
 use shorthorn_views::ReplicaViews;
 
-use crate::checker::{Checker, Id, has_rot};
 use crate::disk::{BLOCK_SECTORS, Files};
 pub use crate::faults::Fault;
 use crate::guest::Guest;

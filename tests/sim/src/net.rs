@@ -4,10 +4,10 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::rc::Rc;
 
+use shorthorn_checker::Id;
 use shorthorn_types::{ByteRange, Errno, Generation, MarkRegions, ReplicaReport, View};
 use shorthorn_wire::{ExtentsPage, LayerList, RegionsPage, RegionsQuery, Welcome};
 
-use crate::checker::Id;
 use crate::disk::{Block, SparseFile};
 
 /// The id of a connection; never used again.

@@ -11,6 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use fastrand::Rng;
 use shorthorn_chain::{BlockMap, BlockSource, EdgeBlock, FileIndex, ZeroStep};
+use shorthorn_checker::{Id, Micros, ROT};
 use shorthorn_regions::{SetKey, WriteIntentLog};
 use shorthorn_replica_core::{Admission, KnownRot, ReplicaState, WaitingRequests};
 use shorthorn_types::limits::BLOCK_BYTES;
@@ -21,7 +22,6 @@ use shorthorn_wire::Welcome;
 use self::durable::{Durable, Pages, SimulatedFiles, takes_error};
 pub use self::sums::Summing;
 use crate::Sabotage;
-use crate::checker::{Id, Micros, ROT};
 use crate::disk::{BLOCK_SECTORS, Block, Files};
 use crate::faults::{FaultyOperation, LieAt};
 use crate::net::{Ask, ConnId};

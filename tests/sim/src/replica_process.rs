@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use fastrand::Rng;
+use shorthorn_checker::{Micros, has_rot};
 use shorthorn_regions::PAGE_BYTES;
 use shorthorn_replica_core::{PageEnd, QueueId, Ready, RefusalReason, Superseded, Waiter, WaitingRequests};
 use shorthorn_types::limits::BLOCK_BYTES;
@@ -19,7 +20,6 @@ use shorthorn_types::{ByteRange, Errno, Generation, Regions, ReplicaId};
 use shorthorn_wire::{LayerList, RegionsQuery};
 
 use crate::Sabotage;
-use crate::checker::{Micros, has_rot};
 use crate::faults::{FaultyOperation, LieAt};
 use crate::guest::sectors;
 use crate::net::{Ask, ConnId, NetMessage, ReplicaAnswer};

@@ -2,11 +2,11 @@
 
 use std::num::NonZeroU64;
 
+use shorthorn_checker::Micros;
 use shorthorn_core::{Event, Operation, ScrubConfig};
 use shorthorn_types::ByteRange;
 
 use crate::Sabotage;
-use crate::checker::Micros;
 use crate::engine::{OrderedScrubs, verifies_reads};
 use crate::occurrence::{Mend, Occurrence};
 use crate::simulation::Simulation;

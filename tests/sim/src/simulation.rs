@@ -4,11 +4,11 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
 use fastrand::Rng;
+use shorthorn_checker::{Checker, Micros};
 use shorthorn_types::{Members, ReplicaId};
 use shorthorn_views::Arbiter;
 
 use crate::RunOptions;
-use crate::checker::{Checker, Micros};
 use crate::engine::{EngineProc, HostState};
 use crate::faults::Fault;
 use crate::guest::{Guest, Outstanding};

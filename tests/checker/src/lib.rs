@@ -6,6 +6,7 @@
 //! - never one that a later write has surely replaced. That write was submitted after the earlier ended, and
 //!   was acknowledged or read before the read began;
 //! - after a loss of power that no host survives, also data that was replaced by writes without a flush.
+#![forbid(unsafe_code)]
 
 /// The id of a write; 0 stands for zeroes.
 pub type Id = u32;
