@@ -24,7 +24,7 @@ pub const STOPPED: i32 = 12;
 pub fn engine(args: &RoleArgs) -> anyhow::Result<()> {
     match run(args, c"shorthorn-eng", |spec| Ok(shorthorn_engine::run(spec)?))? {
         Ended::LeftToNext => Ok(()),
-        #[expect(clippy::exit, reason = "everything has ended, and a status is all that is left to tell")]
+        #[expect(clippy::exit, reason = "everything has ended, and only the exit status remains")]
         Ended::Stopped => std::process::exit(STOPPED),
     }
 }

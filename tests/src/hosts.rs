@@ -502,7 +502,7 @@ pub fn name(host: usize) -> String {
 }
 
 fn text(path: &Path) -> Result<&str> {
-    path.to_str().context("a path that is no UTF-8")
+    path.to_str().context("a path that is not UTF-8")
 }
 
 fn kill(mut child: Child) -> Result<()> {

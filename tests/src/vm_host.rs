@@ -179,7 +179,7 @@ fn files_in(folder: &Path, target: &str) -> Result<Vec<(PathBuf, String, u32)>> 
     for entry in fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))? {
         let entry = entry?;
         if entry.file_type()?.is_file() {
-            let name = entry.file_name().into_string().ok().context("a file name that is no UTF-8")?;
+            let name = entry.file_name().into_string().ok().context("a file name that is not UTF-8")?;
             found.push((entry.path(), format!("{target}/{name}"), 0o644));
         }
     }

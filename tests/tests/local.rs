@@ -60,7 +60,7 @@ fn sum(volume: &LocalVolume, folder: &Path) -> Result<String> {
 }
 
 fn path(path: &Path) -> Result<&str> {
-    path.to_str().context("a path that is no UTF-8")
+    path.to_str().context("a path that is not UTF-8")
 }
 
 fn kill_hard(pid: i32) -> Result<()> {

@@ -77,7 +77,7 @@ fn deb_files(package: &str) -> Result<BTreeMap<String, String>> {
 }
 
 fn path(path: &Path) -> Result<&str> {
-    path.to_str().context("a path that is no UTF-8")
+    path.to_str().context("a path that is not UTF-8")
 }
 
 /// Returns the files below `folder`, relative to it.

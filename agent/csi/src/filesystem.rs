@@ -58,7 +58,7 @@ pub(crate) fn probe(device: &Device) -> Result<Content, CsiError> {
             let zero = device::has_zero_ends(path, device.size_bytes);
             Ok(match zero.map_err(CsiError::system(path.display()))? {
                 true => Content::Empty,
-                false => Content::Other("data that nothing here knows".into()),
+                false => Content::Other("data of an unknown format".into()),
             })
         }
         Some(BLKID_AMBIVALENT) => Ok(Content::Other("more than one kind of data".into())),
@@ -83,7 +83,7 @@ fn content(output: &str) -> Content {
             let name = name.map(|name| format!(" and {name}")).unwrap_or_default();
             Content::Other(format!("a partition table ({table}){name}"))
         }
-        (None, None) => Content::Other("data that blkid has no name for".into()),
+        (None, None) => Content::Other("data of an unknown format".into()),
     }
 }
 
@@ -183,8 +183,8 @@ mod tests {
             ("TYPE=crypto_LUKS\nUSAGE=crypto\n", other("crypto_LUKS (crypto)")),
             ("PTTYPE=gpt\n", other("a partition table (gpt)")),
             ("PTTYPE=dos\nTYPE=ext4\n", other("a partition table (dos) and ext4")),
-            ("DEVNAME=/dev/x\n", other("data that blkid has no name for")),
-            ("", other("data that blkid has no name for")),
+            ("DEVNAME=/dev/x\n", other("data of an unknown format")),
+            ("", other("data of an unknown format")),
         ];
         for (output, wanted) in cases {
             assert_eq!(content(output), wanted, "{output:?}");

@@ -96,7 +96,7 @@ async fn another_file_system_than_asked_for_stays() {
     client.stage(stage("v1", &staging, file_system(""))).await.unwrap();
     assert_eq!(run("findmnt", &["-n", "-o", "FSTYPE", staging.to_str().unwrap()]).trim(), "xfs");
     let answer = client.stage(stage("v1", &staging, file_system("ext4"))).await;
-    refused(answer, Code::AlreadyExists, "another file system");
+    refused(answer, Code::AlreadyExists, "its file system differs");
 }
 
 #[tokio::test]
@@ -460,5 +460,5 @@ async fn an_interrupted_format_without_its_superblock_is_not_taken_for_empty() {
     made.write(0, &[0; 4096]);
     let mut client = node.serve().await;
     let answer = client.stage(stage("v1", &node.staging("v1"), file_system("ext4"))).await;
-    refused(answer, Code::FailedPrecondition, "data that nothing here knows");
+    refused(answer, Code::FailedPrecondition, "data of an unknown format");
 }

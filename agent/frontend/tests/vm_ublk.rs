@@ -410,7 +410,7 @@ fn a_living_process_keeps_its_device_and_its_state_is_logged() -> Result<()> {
     vm.sh(&format!("kill -STOP {pid}"))?;
     let waiting = vm.spawn(&format!("dd if=/dev/zero of={NODE} bs=4k count=1 oflag=direct"))?;
     guest.waits_for_disk("dd")?;
-    let reason = format!("process {pid}, which has to be gone: the driver still waits for it (state LIVE");
+    let reason = format!("process {pid}, which must have ended: the driver still waits for it (state LIVE");
     take_over_fails(&guest, &reason, (pid, "memory_device"))?;
     vm.sh(&format!("kill -CONT {pid}"))?;
     let output = waiting.wait(MINUTE)?;
@@ -421,7 +421,7 @@ fn a_living_process_keeps_its_device_and_its_state_is_logged() -> Result<()> {
 
 #[test]
 fn an_open_device_of_a_dead_process_is_not_taken_over() -> Result<()> {
-    open_in_another_process(Kernel::Ublk, |pid| format!("process {pid}, which has to be gone"))
+    open_in_another_process(Kernel::Ublk, |pid| format!("process {pid}, which must have ended"))
 }
 
 /// From Linux 6.15 on, the state is LIVE until the character device is closed.

@@ -22,7 +22,7 @@ pub enum ReplicaError {
     /// The directory has no replica, and the spec does not allow to create one.
     #[error(
         "{} holds no replica, and the spec does not allow to create one. If the disk is not mounted, mount \
-         it. If the replica is lost, remove it and let another be rebuilt", .0.display()
+         it. If the replica is lost, delete it: another one is then created and rebuilt", .0.display()
     )]
     Missing(PathBuf),
     /// The directory cannot be used.

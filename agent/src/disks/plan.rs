@@ -89,7 +89,7 @@ impl DiskPlan {
             absolute(disk.device.clone()).map_err(|error| format!("device: {error}"))?;
             absolute(disk.mount_point.clone()).map_err(|error| format!("{name}: mount_point: {error}"))?;
             if !is_uuid(&disk.uuid) {
-                return Err(format!("{name}: uuid {:?} is no UUID", disk.uuid));
+                return Err(format!("{name}: uuid {:?} is not a UUID", disk.uuid));
             }
             let is_twin = |other: &PlannedDisk| {
                 other.device == disk.device
@@ -241,7 +241,7 @@ mod tests {
             ("init = false", "inti = false", "unknown field"),
             ("/dev/disk/by-id/ata-sdb", "sdb", "not an absolute path"),
             ("/var/lib/shorthorn/disks/ata-sdb", "/a/../b", "mount_point"),
-            ("0f8fad5b", "0F8FAD5B", "is no UUID"),
+            ("0f8fad5b", "0F8FAD5B", "is not a UUID"),
             ("ata-sdc\"\nsize", "ata-sdb\"\nsize", "listed twice"),
         ] {
             let changed = text.replacen(from, to, 1);

@@ -344,7 +344,7 @@ fn data_address(text: &str) -> Result<Option<IpAddr>, String> {
     if text.is_empty() {
         return Ok(None);
     }
-    let address: IpAddr = text.parse().map_err(|_| format!("{text:?} is no IP address"))?;
+    let address: IpAddr = text.parse().map_err(|_| format!("{text:?} is not an IP address"))?;
     if address.is_unspecified() || address.is_multicast() {
         return Err(format!("{text} is not an address that other nodes could reach this one at"));
     }

@@ -276,7 +276,7 @@ pub fn known_offline(configured: &[PathBuf], state_dir: &Path) -> BTreeSet<PathB
 /// # Errors
 /// [`NodeError`] has the problem of the directory.
 pub fn add_offline(configured: &[PathBuf], state_dir: &Path, path: &Path) -> Result<(), NodeError> {
-    let path = path.to_str().ok_or_else(|| NodeError::Invalid("the path is no UTF-8".into()))?;
+    let path = path.to_str().ok_or_else(|| NodeError::Invalid("the path is not UTF-8".into()))?;
     fs::create_dir_all(state_dir).map_err(NodeError::at(state_dir))?;
     Disks::open(configured, state_dir)?.add(path).map(drop)
 }

@@ -66,8 +66,8 @@ impl Leaders {
         }
         if number < newest.number && !READING.contains(&method) {
             return Err(NodeError::Precondition(format!(
-                "controller {number} is not the leader any more, as {} has called: it changes nothing. If \
-                 the API server was restored from a backup, restart this agent",
+                "controller {number} is not the leader any more: controller {} is, and this node refuses \
+                 the call. If the API server was restored from a backup, restart this agent",
                 newest.number
             )));
         }

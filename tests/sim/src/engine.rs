@@ -118,7 +118,7 @@ pub struct EngineProc {
     copies: Vec<Vec<Id>>,
     /// The newest committed view, as far as its main thread knows.
     pub view: Option<View>,
-    /// The view that is proposed and not through.
+    /// The view that is proposed and not complete yet.
     pub pending: Option<(View, ReplicaReport)>,
     /// The view that waits for a grant.
     pub wants: Option<(View, ReplicaReport, Members)>,

@@ -38,7 +38,7 @@ impl Hosts {
         hosts.token = hosts.ctl(&["node", "token", "spare"])?.trim().to_owned();
         for place in ["n0", "n1"] {
             let disk = hosts.path(place).join("disk");
-            hosts.ctl(&["disk", "add", place, disk.to_str().context("a path that is no UTF-8")?])?;
+            hosts.ctl(&["disk", "add", place, disk.to_str().context("a path that is not UTF-8")?])?;
         }
         Ok(hosts)
     }

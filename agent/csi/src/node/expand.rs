@@ -26,9 +26,10 @@ pub(super) fn expand(
     let has_node = kernel_state::is_node_at(&point, device.number);
     let mount = table.at(&point).filter(|mount| mount.is_whole(device.number));
     if (has_node && as_device == Some(false)) || (mount.is_some() && as_device == Some(true)) {
-        return Err(CsiError::Invalid(format!("{} is the volume the other way", point.display())));
+        let message = "the access type of volume_capability is not that of the mount";
+        return Err(CsiError::Invalid(format!("{}: {message}", point.display())));
     }
-    // A volume that is staged as a device leaves nothing there to see.
+    // The staging of a device leaves only the directory there.
     let staged = as_device == Some(true) && table.at(&point).is_none() && point.exists();
     if !has_node && mount.is_none() && !staged {
         return Err(elsewhere());

@@ -70,13 +70,14 @@ fn is_published(
         }
         VolumeAccess::Block if node => {
             if !volume.read_only && kernel_state::is_read_only(device)? != read_only {
-                let message = "is the volume already, with another answer to whether it is read-only";
+                let message = "is a device of the volume already, and its read-only setting differs";
                 return Err(CsiError::Exists(format!("{} {message}", mount.point.display())));
             }
             Ok(true)
         }
         _ if file_system || node => {
-            Err(CsiError::Exists(format!("{} is the volume already, the other way", mount.point.display())))
+            let message = "the volume is published there already, with another access type";
+            Err(CsiError::Exists(format!("{}: {message}", mount.point.display())))
         }
         _ if kernel_state::is_callers(options, &mount.point) && kernel_state::is_stale(mount) => Ok(false),
         _ => Err(stage::taken(mount)),

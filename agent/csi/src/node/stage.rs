@@ -102,13 +102,14 @@ fn is_staged(
 /// Returns an error unless a mount of the volume fits the request.
 pub(super) fn check_options(mount: &Mount, wanted: &MountSpec, read_only: bool) -> Result<(), CsiError> {
     let differs = |what: &str| {
-        Err(CsiError::Exists(format!("{} is the volume already, with another {what}", mount.point.display())))
+        let message = format!("the volume is mounted there already, and its {what} differs");
+        Err(CsiError::Exists(format!("{}: {message}", mount.point.display())))
     };
     if wanted.kind.is_some_and(|kind| kind.name() != mount.fs_type) {
         return differs("file system");
     }
     if mount.is_read_only() != read_only {
-        return differs("answer to whether it is read-only");
+        return differs("read-only setting");
     }
     if !mounting::has_context(mount, &wanted.flags) {
         return differs("SELinux context");
@@ -190,7 +191,7 @@ fn file_system(
         }
     };
     if wanted.kind.is_some_and(|wanted| wanted != kind) {
-        let message = format!("{path} has {}, and another file system is asked for", kind.name());
+        let message = format!("{path} has {}, and the request names another file system", kind.name());
         return Err(CsiError::Precondition(message));
     }
     // A device that is mounted already, here or visible only in another namespace, must not be touched.

@@ -350,7 +350,7 @@ async fn commit_first_view<E: OpeningEngine>(
         return Err(NotOpen::Deposed(holder));
     }
     if change.progress() != ChangeProgress::Through || kept.len() != view.members.len() {
-        return Err(NotOpen::aborted(format!("view {view} is not through: {}", refused.join("; "))));
+        return Err(NotOpen::aborted(format!("view {view} is not complete: {}", refused.join("; "))));
     }
     let combined = combine_sets(&kept, request.replicas.len(), Regions::of(request.size_bytes).count());
     let stamp = combined.first_stamp(stamps);

@@ -193,7 +193,7 @@ impl<C: ReplicaRebuild> RebuildAttempt<'_, C> {
         let view = self.read_core(|core| core.membership().view())?;
         let committed = ReplicaReport { committed: view, proposed: Vec::new() };
         let sent = self.control().commit(view, &committed).await;
-        sent.map_err(RebuildError::while_doing("telling it the view"))
+        sent.map_err(RebuildError::while_doing("sending the view to the replica"))
     }
 
     /// Deposes the replica, because its former data does not count. From now on its views say that it is not
@@ -224,7 +224,7 @@ impl<C: ReplicaRebuild> RebuildAttempt<'_, C> {
         let theirs = self.engine.control(source.address).layers(size_bytes).await;
         let theirs = theirs.map_err(RebuildError::while_reading(source, "asking a member for its layers"))?;
         let mine = self.control().layers(size_bytes).await;
-        let mine = mine.map_err(RebuildError::while_doing("asking for its layers"))?;
+        let mine = mine.map_err(RebuildError::while_doing("asking the replica for its layers"))?;
         let is_what_it_was =
             peer.is_complete && !welcome.rebuilding && remembers && have_same_snapshots(&mine, &theirs);
         let regions = self.engine.regions();
@@ -234,7 +234,7 @@ impl<C: ReplicaRebuild> RebuildAttempt<'_, C> {
             self.make_copy(source, (&theirs, size_before), remembers, regions).await?
         };
         // Data that it had not made durable may be lost, and data that only it was sent is in no member.
-        let failed = RebuildError::while_doing("asking for its write intents");
+        let failed = RebuildError::while_doing("asking the replica for its write intents");
         set.insert_all(&self.regions_or_all(self.address(), RegionsOf::Intent, regions, failed).await?);
         Ok(MissingRegions { set, regions, is_copy: !is_what_it_was })
     }
@@ -367,7 +367,8 @@ impl<C: ReplicaRebuild> RebuildAttempt<'_, C> {
             // The out-of-sync sets of a replica that receives a full copy do not describe this volume.
             if is_copy || !is_complete {
                 let forgotten = self.control().mark(&MarkRegions::forget(other)).await;
-                forgotten.map_err(RebuildError::while_doing("removing its out-of-sync sets of others"))?;
+                forgotten
+                    .map_err(RebuildError::while_doing("removing an out-of-sync set from the replica"))?;
             }
             if is_complete {
                 self.add_out_of_sync(&[self.address()], other, &nothing, regions).await?;
@@ -476,7 +477,7 @@ impl<C: ReplicaRebuild> RebuildAttempt<'_, C> {
         for _ in 0..STAMP_TRIES {
             let stamp = self.read_core(EngineCore::stamp)?;
             let sent = self.control().mark(&MarkRegions::stamp(stamp)).await;
-            sent.map_err(RebuildError::while_doing("sending it a stamp"))?;
+            sent.map_err(RebuildError::while_doing("sending a stamp to the replica"))?;
             if self.read_core(EngineCore::stamp)? == stamp {
                 return Ok(());
             }

@@ -1,4 +1,4 @@
-//! The interface of a serving engine for the tasks that bring its replicas back.
+//! The interface of a serving engine for the tasks that rebuild its replicas.
 
 use shorthorn_core::{EngineCore, Outputs, PeerIndex};
 use shorthorn_types::{Regions, ReplicaId, ReplicaReport, View};
@@ -29,7 +29,7 @@ pub struct Address {
     pub replica: ReplicaId,
 }
 
-/// A view that was proposed and is not through.
+/// A view that was proposed and is not complete yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PendingView {
     /// The proposed view.

@@ -12,7 +12,7 @@ use crate::wait;
 
 const ISCSI_MODULE: &str = "iscsi_tcp";
 const FUSE_MODULE: &str = "fuse";
-/// tgtd prints its version at once, or never.
+/// If tgtd prints its version at all, it does so at once.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 /// The programs of iSCSI, with their packages on Debian.
 const ISCSI_PROGRAMS: [(&str, &str); 3] = [("tgtd", "tgt"), ("tgtadm", "tgt"), ("iscsiadm", "open-iscsi")];
@@ -48,6 +48,6 @@ fn tgt_version(host: Host) -> Result<String, String> {
     let answer = wait::within(ANSWER_LIMIT, move || {
         host.command("tgtd").arg("--version").stdin(Stdio::null()).stderr(Stdio::null()).output()
     });
-    let answer = answer.map_err(|error| format!("tgtd does not tell its version: {error}"))?;
+    let answer = answer.map_err(|error| format!("cannot read the version of tgtd: {error}"))?;
     judge_tgt(&String::from_utf8_lossy(&answer.stdout))
 }

@@ -253,7 +253,7 @@ fn during(action: String) -> impl FnOnce(io::Error) -> FrontendError {
             }
             // Linux before 6.15 counts the devices of root as well.
             Some(libc::EACCES) => {
-                " (see /sys/module/ublk_drv/parameters/ublks_max, the most devices there may be)"
+                " (see /sys/module/ublk_drv/parameters/ublks_max, the maximum number of devices)"
             }
             Some(libc::EPERM) => " (it needs the capability CAP_SYS_ADMIN)",
             _ => "",

@@ -108,7 +108,7 @@ const STILL_OPEN: &str = ": the character device is still open, or the io_uring 
 /// its number. It keeps the state LIVE until the character device is closed.
 fn server(pid: i32) -> String {
     if pid > 0 {
-        format!("process {pid}, which has to be gone")
+        format!("process {pid}, which must have ended")
     } else {
         "a process that has ended".to_owned()
     }
@@ -224,7 +224,7 @@ mod tests {
 
     #[test]
     fn a_process_that_has_ended_has_no_number() {
-        assert_eq!(server(12), "process 12, which has to be gone");
+        assert_eq!(server(12), "process 12, which must have ended");
         assert_eq!(server(-1), "a process that has ended");
     }
 

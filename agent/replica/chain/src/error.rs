@@ -124,7 +124,7 @@ pub enum ChainError {
         image: String,
     },
     /// The chain is too long.
-    #[error("the chain has more than {MAX_LAYERS} layers; remove and purge snapshots first")]
+    #[error("the chain has more than {MAX_LAYERS} layers; remove and fold snapshots first")]
     TooManyLayers,
     /// The head is not as large as the volume.
     #[error(
@@ -171,7 +171,7 @@ pub enum ChainError {
         child_bytes: u64,
     },
     /// An image's size is not a multiple of 4096.
-    #[error("{image} has {size_bytes} bytes, no multiple of 4096: the file was truncated")]
+    #[error("{image} has {size_bytes} bytes, not a multiple of 4096: the file was truncated")]
     RaggedImage {
         /// Name of the image that was truncated.
         image: String,

@@ -68,7 +68,7 @@ fn truncated_snapshots() {
     );
     refused(
         |dir| shorten(dir, "volume-snap-s1.img", 64 * MIB - 512),
-        &["volume-snap-s1.img", "no multiple of 4096"],
+        &["volume-snap-s1.img", "not a multiple of 4096"],
     );
     refused(|dir| shorten(dir, "volume-snap-s1.img", 0), &["volume-snap-s1.img has 0 bytes"]);
 }

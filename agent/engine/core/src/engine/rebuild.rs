@@ -63,7 +63,7 @@ impl EngineCore {
         if !self.absent.is_counted(peer) {
             Some("the regions that it has missed are not known".to_owned())
         } else if self.membership.in_view().has(peer) {
-            Some("the view without it is not through yet".to_owned())
+            Some("the change to the view without the replica is not complete yet".to_owned())
         } else if self.slots.active().any(|slot| slot.pending().has(peer)) {
             Some("the last connections of the replica are not closed yet".to_owned())
         } else {

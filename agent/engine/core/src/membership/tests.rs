@@ -24,7 +24,10 @@ fn a_majority_changes_the_view_when_all_of_it_have_stored_it() {
     let mut membership = membership(3, 0);
     let (id, count) = proposed(membership.lose(1));
     assert_eq!((count, membership.proposed_to()), (2, peers(&[0, 2])));
-    assert!(membership.is_changing() && membership.in_view().has(1), "the view without it is not through");
+    assert!(
+        membership.is_changing() && membership.in_view().has(1),
+        "the view without the replica is not complete"
+    );
     assert_eq!(membership.stored(0, id), MembershipStep::Wait);
     assert_eq!(membership.unstored(), peers(&[2]));
     let MembershipStep::Installed(view, rebuilt) = membership.stored(2, id) else { panic!() };

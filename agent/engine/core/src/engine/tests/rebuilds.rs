@@ -343,7 +343,7 @@ fn a_replica_does_not_join_before_it_has_left() {
     let mut bench = Bench::new(2);
     bench.lose(1);
     let out = bench.apply(Event::Rebuild { peer: 1, missing: Box::new(region_set(&[])) });
-    assert!(matches!(drops(&out)[..], [(1, reason)] if reason.contains("not through")));
+    assert!(matches!(drops(&out)[..], [(1, reason)] if reason.contains("not complete")));
 }
 
 #[test]
