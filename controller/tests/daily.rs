@@ -168,7 +168,7 @@ async fn a_replica_is_evicted_once_another_one_has_its_place() {
     assert!(code == 1 && text.contains("attach it first"), "{code}, {text}");
     cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
     let said = cluster.ok(&["replica", "evict", name, "--no-wait"]).await;
-    assert!(said.contains("is to go"), "{said}");
+    assert!(said.contains("will be replaced"), "{said}");
     let replaced =
         |volume: &Value| volume["replicas"].as_array().unwrap().iter().any(|one| one["mode"] == "rebuilding");
     let volume = cluster.until("v", "replaced", replaced).await;

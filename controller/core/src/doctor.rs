@@ -63,7 +63,7 @@ pub fn examine(cluster: &ClusterState, agents: &Agents, controller: ControllerIn
         ("agents", "agents answer", doctor.agents_answer()),
         ("agent-versions", "agents are of the controller's version", doctor.agent_versions()),
         ("engine-versions", "engines run the installed program", doctor.engine_versions()),
-        ("hosts", "agents warn of nothing", doctor.warnings()),
+        ("hosts", "agents report no warnings", doctor.warnings()),
         ("frontends", "nodes can make devices", doctor.frontends()),
         ("data-addresses", "nodes reach each other's replicas", doctor.data_addresses()),
         ("disks", "disks can be used and have room", doctor.disks()),

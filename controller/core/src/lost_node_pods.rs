@@ -82,7 +82,7 @@ pub struct Pod {
 /// The owner of a pod, as far as it matters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PodOwner {
-    /// The pod may come back elsewhere, or has no owner.
+    /// Kubernetes may start the pod on another node, or the pod has no owner.
     #[default]
     Any,
     /// The pod belongs to its node and cannot move.

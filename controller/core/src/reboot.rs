@@ -244,8 +244,8 @@ fn hold(cluster: &ClusterState, volume: &Volume, members: &[Member<'_>], node: &
     }
     let (of, waits) = (members.len(), waits(cluster, volume, members, node));
     Some(format!(
-        "{others} of the {of} replicas in its view are elsewhere and stay, and {needed} are needed; it waits \
-         for {waits}"
+        "{others} of the {of} replicas in the view are on other nodes that stay up, and {needed} are needed: \
+         the volume waits for {waits}"
     ))
 }
 

@@ -89,7 +89,7 @@ impl CombinedViews {
             return impossible("the directory is missing or damaged");
         }
         if found.report.is_none() {
-            return impossible("no engine has ever opened it: it holds nothing");
+            return impossible("no engine has ever opened the replica: it has no data");
         }
         let mut losses = self.lost_views(replica);
         losses.extend(self.unknown(replica));
@@ -115,7 +115,7 @@ impl CombinedViews {
         });
         let proposed = self.proposed.iter().filter(without).map(|view| {
             format!(
-                "lacks acknowledged writes of view {}, if that was ever used; its members are {}",
+                "lacks acknowledged writes of view {}, if that view was committed; its members are {}",
                 view.id, view.members
             )
         });
@@ -130,7 +130,7 @@ impl CombinedViews {
         let may = newest.members.contains(replica) && quorum(&newest.members, &unseen) == Quorum::More;
         may.then(|| {
             format!(
-                "{unseen} cannot be inspected: they may have continued without it, and then it lacks their \
+                "{unseen} cannot be inspected: if they have continued without this replica, it lacks their \
                  writes"
             )
         })
@@ -176,19 +176,19 @@ mod tests {
     fn grants_and_proposals_count_as_used() {
         let (old, new) = (view(1, 1, &[1, 2]), view(1, 2, &[1]));
         let found = judged(&[None, knows(old, &[])], Some(new));
-        assert!(found[1].1.contains("view 1.0/2, if that was ever used"), "{found:?}");
+        assert!(found[1].1.contains("view 1.0/2, if that view was committed"), "{found:?}");
         let found = judged(&[None, knows(old, &[])], None);
         assert_eq!(found[1], (true, String::new()), "half cannot have continued without a grant");
         let found = judged(&[knows(old, &[new]), knows(old, &[])], None);
         assert_eq!(found[0].1, "");
-        assert!(found[1].1.contains("if that was ever used"), "{found:?}");
+        assert!(found[1].1.contains("if that view was committed"), "{found:?}");
     }
 
     #[test]
-    fn a_majority_out_of_reach_may_have_gone_on() {
+    fn a_majority_out_of_reach_may_have_continued() {
         let old = view(1, 1, &[1, 2, 3]);
         let found = judged(&[None, None, knows(old, &[])], None);
-        assert!(found[2].0 && found[2].1.contains("may have continued without it"), "{found:?}");
+        assert!(found[2].0 && found[2].1.contains("continued without this replica"), "{found:?}");
         let found = judged(&[None, knows(old, &[]), knows(old, &[])], None);
         assert_eq!(found[2].1, "");
     }

@@ -23,7 +23,7 @@ pub(super) fn trash_removal(volume: &str) -> Result<(), CtlError> {
     typed(volume, &refusal, &format!("Delete the trash of volume {volume} for good?"))
 }
 
-/// Asks on a terminal whether one replica shall be all of `volume`.
+/// Asks on a terminal whether to make one replica the only copy of `volume`.
 pub(super) fn salvage(volume: &str, replica: &str) -> Result<(), CtlError> {
     let refusal = format!(
         "salvaging volume {volume} may lose acknowledged writes: use --yes-i-may-lose-data without a terminal"
@@ -31,14 +31,14 @@ pub(super) fn salvage(volume: &str, replica: &str) -> Result<(), CtlError> {
     typed(volume, &refusal, &format!("Make replica {replica} the only copy of volume {volume}?"))
 }
 
-/// Asks on a terminal whether a node never comes back.
+/// Asks on a terminal whether to give up a node for good.
 pub(super) fn node_deletion(node: &str, force: bool) -> Result<(), CtlError> {
     let refusal = format!("deleting node {node} gives up its replicas: use --yes without a terminal");
     let loss = if force { ", and lose the volumes whose last replica it has" } else { "" };
     typed(node, &refusal, &format!("Give up node {node} for good{loss}?"))
 }
 
-/// Asks on a terminal whether a disk never comes back.
+/// Asks on a terminal whether to give up a disk for good.
 pub(super) fn disk_loss(node: &str, path: &str, force: bool) -> Result<(), CtlError> {
     let refusal =
         format!("giving up disk {path} of node {node} gives up its replicas: use --yes without a terminal");
@@ -46,13 +46,13 @@ pub(super) fn disk_loss(node: &str, path: &str, force: bool) -> Result<(), CtlEr
     typed(path, &refusal, &format!("Give up disk {path} of node {node} for good{loss}?"))
 }
 
-/// Asks on a terminal whether a directory that is left over shall go.
+/// Asks on a terminal whether to move an orphan to the trash.
 pub(super) fn orphan_deletion(name: &str) -> Result<(), CtlError> {
     let refusal = format!("{name} may be the only copy of its data: use --yes without a terminal");
     typed(name, &refusal, &format!("Move {name} to the trash of its disk?"))
 }
 
-/// Has the name of the volume, or of the node, typed.
+/// Asks for the name of the volume or node, as a confirmation.
 fn typed(name: &str, refusal: &str, question: &str) -> Result<(), CtlError> {
     let (input, mut output) = (std::io::stdin(), std::io::stderr());
     if !input.is_terminal() || !output.is_terminal() {
@@ -66,5 +66,5 @@ fn typed(name: &str, refusal: &str, question: &str) -> Result<(), CtlError> {
     if answer.trim() == name {
         return Ok(());
     }
-    Err(CtlError::NotConfirmed(format!("nothing was done to {name}")))
+    Err(CtlError::NotConfirmed(format!("cancelled: {name} is unchanged")))
 }

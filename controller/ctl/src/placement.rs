@@ -74,7 +74,7 @@ pub(super) async fn evict(
             Ok(left) => {
                 let left = left.into_inner();
                 let Some(limit) = limit else {
-                    return Ok(format!("replica {name} is to go: {}", left.message));
+                    return Ok(format!("replica {name} will be replaced and deleted: {}", left.message));
                 };
                 was_there = true;
                 deadline.get_or_insert_with(|| Instant::now() + limit);

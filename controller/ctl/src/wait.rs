@@ -270,7 +270,7 @@ fn late(name: &str, goal: &Goal, limit: Duration, last: Option<&v1::Volume>) -> 
             let what = what.unwrap_or("no reason known");
             format!("the volume is {}: {what}", volume.shown_state())
         }
-        None => "nothing was heard of it".to_owned(),
+        None => "the controller has not reported its state".to_owned(),
     };
     format!(
         "volume {name} was not {} within {} s; {state}. The controller continues: see shorthornctl volume \
@@ -323,7 +323,7 @@ pub(super) fn drain_rest(format: Format, place: &Drained, drain: v1::Drain) -> R
 /// Returns the same in words.
 fn drain_left(place: &Drained, left: &[v1::DrainLeft]) -> String {
     let held = left.iter().filter(|left| left.held).count();
-    let mut text = format!("{} left on {place}, {held} of them held:", left.len());
+    let mut text = format!("{} left on {place}, {held} of them need an operator:", left.len());
     for left in left {
         let what = if left.replica.is_empty() {
             format!("engine of volume {}", left.volume)

@@ -21,7 +21,7 @@ const PARAMETERS_IGNORED: &str = "ParametersIgnored";
 struct CreateRequest {
     volume: VolumeName,
     new: NewVolume,
-    /// Parameters of Longhorn's StorageClass that mean nothing here; empty: none.
+    /// Parameters of Longhorn's StorageClass that Shorthorn ignores; empty: none.
     ignored: String,
     /// The places of which the volume must be accessible from at least one.
     requisite: Vec<Segment>,
@@ -94,7 +94,8 @@ impl CsiController {
         if !state.has(&about) || request.ignored.is_empty() {
             return;
         }
-        let message = format!("these parameters of the StorageClass mean nothing here: {}", request.ignored);
+        let message =
+            format!("the controller ignores these parameters of the StorageClass: {}", request.ignored);
         tracing::info!(volume = name, "{message}");
         if let Some(events) = &self.events {
             let uid = state.uid(&about);

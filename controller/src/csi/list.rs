@@ -21,9 +21,8 @@ const TOKEN: &str = "after:";
 
 impl CsiController {
     pub(super) fn list(&self, request: &v1::ListVolumesRequest) -> Result<v1::ListVolumesResponse, CsiError> {
-        let max = usize::try_from(request.max_entries).map_err(|_| {
-            CsiError::Invalid(format!("max_entries: {} is less than nothing", request.max_entries))
-        })?;
+        let max = usize::try_from(request.max_entries)
+            .map_err(|_| CsiError::Invalid(format!("max_entries: {} is negative", request.max_entries)))?;
         let max = if max == 0 { ENTRIES_MAX } else { max.min(ENTRIES_MAX) };
         let after = after(&request.starting_token)?;
         let start = after.as_ref().map_or(Bound::Unbounded, |after| Bound::Excluded(after.as_str()));
@@ -93,7 +92,7 @@ fn unusable(
     request: &v1::ValidateVolumeCapabilitiesRequest,
 ) -> Option<String> {
     if !request.volume_context.is_empty() {
-        return Some("volume_context: volumes have none".into());
+        return Some("volume_context must be empty".into());
     }
     if volume.spec.frontend == Frontend::Socket {
         return Some("the frontend socket makes no device".into());

@@ -21,7 +21,8 @@ impl CsiController {
         arguments::node_id(&request.node_id)?;
         arguments::usable(request.volume_capability)?;
         if request.readonly {
-            let message = "readonly: PUBLISH_READONLY is not announced; mount the volume read-only instead";
+            let message = "readonly: the driver does not have the capability PUBLISH_READONLY; mount the \
+                           volume read-only instead";
             return Err(CsiError::Invalid(message.into()));
         }
         let volume = arguments::existing_volume_id(&request.volume_id)?;

@@ -90,8 +90,8 @@ fn opened<T>(request: Request<T>) -> (T, Instant) {
     (request.into_inner(), deadline)
 }
 
-fn unimplemented<T>(what: &str) -> Answer<T> {
-    Err(Status::unimplemented(format!("{what} is not announced")))
+fn unimplemented<T>(capability: &str) -> Answer<T> {
+    Err(Status::unimplemented(format!("the driver does not have the capability {capability}")))
 }
 
 #[tonic::async_trait]

@@ -48,9 +48,9 @@ pub fn documents(namespace: &str) -> Vec<Value> {
             &own_kinds(namespace),
             &json!([{
                 "expression": "false",
-                "messageExpression": "'volume ' + params.metadata.name + ' is there, and would go with all \
-                                      its data: delete the volumes first, each by its claim or with \
-                                      shorthornctl volume delete'",
+                "messageExpression": "'volume ' + params.metadata.name + ' exists, and this deletion \
+                                      would delete its data: delete the volumes first, each by its claim or \
+                                      with shorthornctl volume delete'",
                 "reason": "Forbidden",
             }]),
         ),

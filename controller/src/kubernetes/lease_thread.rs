@@ -138,7 +138,7 @@ async fn hang(beats: &AtomicU64) -> String {
         last = now;
         tokio::time::sleep(BEAT_EVERY).await;
     }
-    format!("this controller has run nothing for {BEATS_MISSED_MAX} s")
+    format!("this controller has not run a task for {BEATS_MISSED_MAX} s")
 }
 
 /// Asks for the lease, and renews it until it is lost or to be given back.
@@ -302,7 +302,7 @@ mod tests {
         };
         until("it is not renewed", &|| api.writes.load(Ordering::Relaxed) >= 2);
         until("the process is not ended", &|| HUNG.load(Ordering::Relaxed));
-        assert!(lease.lost().await.contains("has run nothing"));
+        assert!(lease.lost().await.contains("has not run a task"));
     }
 
     #[tokio::test]

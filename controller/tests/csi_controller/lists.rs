@@ -38,7 +38,7 @@ async fn volumes_are_listed_page_by_page() {
     {
         table.expect(what, csi.list(0, token).await, code, "starting_token");
     }
-    table.expect("less than nothing", csi.list(-1, "").await, Code::InvalidArgument, "max_entries");
+    table.expect("a negative number", csi.list(-1, "").await, Code::InvalidArgument, "max_entries");
     table.done();
 }
 

@@ -274,7 +274,7 @@ async fn a_node_takes_no_more_volumes_than_its_agent_allows() {
     assert_eq!(wanted, 1);
 }
 
-/// Parameters of Longhorn's StorageClasses that mean nothing here are accepted. The event has their names.
+/// Parameters of Longhorn's StorageClasses without an effect are accepted. The event has their names.
 #[tokio::test]
 async fn ignored_parameters_are_in_an_event_of_the_volume() {
     let (sender, mut recorded) = mpsc::unbounded_channel();
@@ -300,7 +300,7 @@ async fn ignored_parameters_are_in_an_event_of_the_volume() {
     let about = &event["regarding"];
     assert_eq!((&about["kind"], &about["name"]), (&"Volume".into(), &"v".into()));
     let note = event["note"].as_str().unwrap();
-    let ignored = "mean nothing here: disableRevisionCounter: \"true\", staleReplicaTimeout: \"30\"";
+    let ignored = "of the StorageClass: disableRevisionCounter: \"true\", staleReplicaTimeout: \"30\"";
     assert!(note.ends_with(ignored), "{note}");
     recording.abort();
 }

@@ -112,7 +112,7 @@ pub struct NodeStatus {
     /// The address by which other nodes reach its replicas; empty if they cannot.
     #[serde(default)]
     pub data_address: String,
-    /// The most volumes that CSI lets be attached to it; 0: any number.
+    /// The maximum number of volumes that CSI attaches to the node; 0: no limit.
     #[serde(default, with = "super::optional::count")]
     #[schemars(with = "u32")]
     pub max_volumes: Option<u32>,

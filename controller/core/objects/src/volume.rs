@@ -38,7 +38,7 @@ pub struct VolumeSpec {
     /// The name of the object, which is also the name of the engine and of the device. It never changes.
     #[schemars(with = "Option<schema::VolumeName>")]
     pub volume_name: VolumeName,
-    /// In bytes, a multiple of 4096, at most 16 TiB.
+    /// The size in bytes, a multiple of 4096, at most 16 TiB.
     #[serde(with = "super::quoted")]
     #[schemars(extend("x-kubernetes-validations" = [{
         "rule": "int(self) >= 4096 && int(self) <= 17592186044416 && int(self) % 4096 == 0",
@@ -90,7 +90,8 @@ pub struct VolumeSpec {
     /// The share of its speed that copies may take.
     #[serde(default)]
     pub rebuild: RebuildLimits,
-    /// The name that a CSI caller gave it; none: it was not made by one. The volume's own name is made of it.
+    /// The name in the CSI call that created the volume; none if it was created otherwise. The name of the
+    /// volume is derived from it.
     #[serde(rename = "csiName", default, skip_serializing_if = "Option::is_none")]
     pub csi_name: Option<String>,
     /// The node of the expected first attachment: as good a place for a replica as the node of the engine.
@@ -153,7 +154,7 @@ pub struct VolumeStatus {
     #[serde(default)]
     #[schemars(with = "schema::Opaque")]
     pub arbiter: Arbiter,
-    /// The operator's last decision that one replica is the truth, if there was one.
+    /// The last salvage of the volume, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub salvage: Option<Salvage>,
     /// The size that the volume really has: that of all replicas, and of the attached device; 0: as it was
@@ -244,7 +245,7 @@ impl Default for RebuildLimits {
     }
 }
 
-/// The decision that the data of one replica is the volume, whatever others had.
+/// The decision to start a volume from the data of one replica, whatever the data of the others.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Salvage {

@@ -144,8 +144,8 @@ fn the_last_member_of_a_volume_in_use_is_needed() {
 fn nodes_that_are_restarted_one_after_another_wait_for_each_others_replicas() {
     let mut returning = cluster(3, &[REBUILDING, MEMBER, MEMBER]);
     let text = message_of(&returning, "n1");
-    let expected = "1 of the 2 replicas in its view are elsewhere and stay, and 2 are needed; it waits for \
-                    replica v-00000001 on node n0, which does not have all data";
+    let expected = "1 of the 2 replicas in the view are on other nodes that stay up, and 2 are needed: the \
+                    volume waits for replica v-00000001 on node n0, which does not have all data";
     assert_eq!(text, expected);
     assert_eq!(message_of(&returning, "n0"), "");
     // No replica is coming: the rest of the view is enough.
@@ -168,7 +168,7 @@ fn half_of_the_view_has_to_be_elsewhere_whatever_the_number_should_be() {
     shared.insert(moved.into());
     assert!(
         message_of(&shared, "n0")
-            .contains("1 of the 3 replicas in its view are elsewhere and stay, and 2 are")
+            .contains("1 of the 3 replicas in the view are on other nodes that stay up, and 2 are")
     );
     assert_eq!(message_of(&shared, "n2"), "");
     // More are configured.

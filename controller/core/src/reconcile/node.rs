@@ -144,7 +144,8 @@ fn give_up(context: &Context<'_>, mut node: Node) -> Decision {
     let name = node.metadata.name.clone();
     let agent = NodeName::new(&name).ok().and_then(|name| context.agents.get(&name));
     let left = if lost_node::is_named(context.cluster, &name) {
-        "replicas or volumes are still on it, as far as is known: they go as their volumes do without them"
+        "stored objects still name the node: the controller deletes each Replica object once its volume no \
+         longer needs the replica"
             .to_owned()
     } else if agent.is_some_and(|agent| !agent.from_object) {
         format!("the controller is configured with its agent: start it without --node {name}=URL")

@@ -400,7 +400,7 @@ fn ask_for_deletion(decision: &mut Decision, replica: &Replica, record: &str) {
 fn forgotten(context: &Context<'_>, replica: &Replica) -> String {
     let (name, node, disk) = (&replica.metadata.name, &replica.spec.node_id, &replica.spec.disk_path);
     if is_given_up(context, node) {
-        return format!("replica {name} is forgotten: node {node}, which has its data, is given up");
+        return format!("the object of replica {name} is deleted: node {node} with its data was given up");
     }
-    format!("replica {name} is forgotten: disk {disk} of node {node}, which has its data, is given up")
+    format!("the object of replica {name} is deleted: disk {disk} of node {node} with its data was given up")
 }

@@ -57,7 +57,9 @@ impl Session {
         let v1::TakeNodeResponse { was, cluster } = answer;
         Ok(match was.as_str() {
             "" => {
-                format!("node {name} belongs to no cluster yet; the first controller that uses it has it\n")
+                format!(
+                    "node {name} belongs to no cluster yet: the first controller that uses it claims it\n"
+                )
             }
             was if was == cluster => format!("node {name} belongs to cluster {cluster}, which is this one\n"),
             was if is_order => {

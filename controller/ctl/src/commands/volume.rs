@@ -115,8 +115,8 @@ impl Session {
         if args.encrypt_in_transit && !volume.encrypt_in_transit {
             let name = volume.name;
             return Err(CtlError::Refused(format!(
-                "the controller is too old for encryption: volume {name} is there without. Delete it, and \
-                 upgrade the controller"
+                "the controller is too old for encryption: volume {name} was created without it. Delete the \
+                 volume, and upgrade the controller"
             )));
         }
         let volume = self.wait_for(volume, &Goal::Created, args.wait).await?;

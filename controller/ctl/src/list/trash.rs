@@ -46,7 +46,7 @@ fn trashed(trash: v1::VolumeTrash) -> Entry {
     let undelete = match (output.problem.is_empty(), output.with_volume) {
         (false, _) => output.problem.clone(),
         (true, true) => "yes".to_owned(),
-        (true, false) => "no, its volume went on without it".to_owned(),
+        (true, false) => "no, the volume continued without it".to_owned(),
     };
     let row = vec![
         output.volume.clone(),
@@ -101,7 +101,7 @@ mod tests {
         assert!(list.entries.iter().all(|entry| entry.rows[0].len() == TRASH.len()));
         assert_eq!(list.entries[0].fields["nodeID"], "b");
         let table = list.text(Format::Table).unwrap();
-        assert!(table.contains("went on without it") && table.contains("yes"), "{table}");
+        assert!(table.contains("continued without it") && table.contains("yes"), "{table}");
     }
 
     #[test]

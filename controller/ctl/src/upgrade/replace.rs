@@ -167,7 +167,7 @@ impl One {
                 self.failure("the engine is replaced, and runs another program than the installed one", false)
             }
             _ => {
-                let problem = "the new engine serves not as well as the former one in time";
+                let problem = "the new engine did not become as healthy as the former one in time";
                 self.failure(&format!("{problem}: {why}"), true)
             }
         }

@@ -167,8 +167,8 @@ impl PodForceDeleter {
 
     fn record_force_delete(&self, name: &str, pod: &Pod, attachments: &[AttachedVolume]) {
         let message = format!(
-            "node {name} is lost and cannot end the pod: its object is deleted, so that it can come back \
-             elsewhere"
+            "node {name} is lost and cannot end the pod: the controller deletes its object, so that \
+             Kubernetes can start the pod on another node"
         );
         tracing::info!(node = name, pod = %pod.name, "{message}");
         self.record_of_the_pod(pod, false, FORCE_DELETED, message);

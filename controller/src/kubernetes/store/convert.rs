@@ -163,7 +163,7 @@ pub fn refused_status(stored: &DynamicObject, why: &str, now: Timestamp) -> Opti
     let known = known.and_then(|conditions| serde_json::from_value::<Conditions>(conditions).ok());
     let known = known.unwrap_or_default();
     let mut conditions = known.clone();
-    let message = format!("nothing is done for this volume until its spec is corrected: {why}");
+    let message = format!("the controller does not reconcile this volume until its spec is valid: {why}");
     conditions.set(ConditionType::Accepted, Finding::wrong(INVALID_SPEC, message), now);
     conditions.observe_one(ConditionType::Accepted, generation.unwrap_or_default());
     if conditions == known {

@@ -296,7 +296,7 @@ async fn refuse(inner: &Inner, key: &Key, object: &DynamicObject, error: &Conver
         tracing::debug!(%key, %error, "the problem of the object is not recorded");
         return;
     }
-    let message = format!("nothing is done for this volume: {error}");
+    let message = format!("the controller does not reconcile this volume until its spec is valid: {error}");
     let event = Event { about: key.clone(), warning: true, reason: convert::INVALID_SPEC, message };
     inner.events.record(&event, object.metadata.uid.as_deref());
 }
