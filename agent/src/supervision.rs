@@ -1,6 +1,6 @@
 //! The common parts of both supervisors of engines and replicas: `run`, and `serve` without systemd.
 //!
-//! [`Lifecycle`] decides for both when a process is started, stopped and killed. Only its callers stay two.
+//! [`Lifecycle`] decides for both when a process is started, stopped and killed. Its two callers stay separate.
 //! `run` starts its children on its main thread, because they may ask for a signal at the end of their
 //! parent. They end with it. The processes of `serve` outlive it, and the next one finds them.
 
@@ -17,7 +17,7 @@ pub use lifecycle::{EndLimits, Lifecycle, LifecycleAction, LifecycleEvent};
 /// The wait before the start after the first failure.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
-/// A process that has run for so long did not die of how it was started.
+/// The run time after which the start of a process is no longer a likely cause of its end.
 const STABLE_AFTER: Duration = Duration::from_secs(10);
 
 /// The wait between two starts of a process, which doubles with each failure in a row.

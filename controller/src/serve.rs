@@ -95,7 +95,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
         // Before the wait for the lease: sidecars give up on a missing socket.
         servers.serve_csi(address).await?;
     }
-    // What ends one controller too many, or has it wait, before it touches anything else.
+    // If another controller runs already, this one ends or waits here, before it touches anything else.
     let opened = tokio::select! {
         opened = open(&config.store, source.readiness()) => opened?,
         Some(ended) = servers.ended() => return ended,

@@ -42,8 +42,8 @@ pub struct DeviceClient {
 }
 
 impl DeviceClient {
-    /// Opens a device for so many requests in flight. Its threads end with it, once the kernel has answered
-    /// them.
+    /// Opens a device for `depth` requests in flight. The threads of the client end with it, once the kernel
+    /// has answered the requests.
     ///
     /// # Errors
     /// The device cannot be opened.
@@ -138,7 +138,7 @@ fn make_durable(file: &File, fua: bool) -> io::Result<()> {
     if fua { file.sync_data() } else { Ok(()) }
 }
 
-/// Returns a buffer, and where in it there are so many bytes that begin at a whole page.
+/// Returns a buffer, and the range of `bytes` in it that begins at a whole page.
 fn aligned(bytes: usize) -> (Vec<u8>, Range<usize>) {
     let buffer = vec![0; bytes + ALIGN_BYTES];
     let first = buffer.as_ptr().align_offset(ALIGN_BYTES);

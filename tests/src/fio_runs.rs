@@ -50,7 +50,7 @@ impl<'a> FioRuns<'a> {
         Ok(FioRuns { host, running })
     }
 
-    /// Waits until so many more runs have ended, all without an error.
+    /// Waits until `more` runs have ended, all without an error.
     ///
     /// # Errors
     /// fio saw an error, or they do not end within `limit`; the log of all units is in the error.

@@ -21,7 +21,7 @@ const REQUESTS_PER_ROUND: u64 = 20_000;
 /// The maximum time without an answer. Stalls one after the other are normal when processes die; a single one
 /// of this length is a bug.
 const STALL_LIMIT: Duration = Duration::from_secs(120);
-/// A load with so many errors ends when it reads everything.
+/// The number of errors after which a load ends when it reads everything.
 const KEPT_ERRORS_MAX: usize = 10_000;
 
 /// The parameters of a load.

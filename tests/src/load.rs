@@ -42,7 +42,7 @@ impl Load {
         self.shared.answered.load(Ordering::Relaxed)
     }
 
-    /// Waits for so many more answers; returns how long that took.
+    /// Waits for `more` answers, and returns the duration.
     ///
     /// # Errors
     /// They do not come within `limit`, or the guest has ended; [`Load::finish`] has the reason.

@@ -24,7 +24,7 @@ const SIZE_BYTES: u64 = 128 * MIB;
 const GROWN_BYTES: u64 = 192 * MIB;
 /// The number of lines of the controller's log to show after a failure.
 const LOG_LINES: usize = 100;
-/// A controller is killed after fewer than so many of its calls to the API server.
+/// A controller is killed after fewer than this number of its calls to the API server.
 const CALLS_MAX: usize = 4;
 
 /// The controller as a process of this host, whose place a deployment has in a cluster.

@@ -352,7 +352,7 @@ impl Volumes for Slow {
     }
 }
 
-/// Waits until so many calls are inside.
+/// Waits until the given number of calls are inside.
 async fn asked(slow: &Slow, calls: u32) {
     tokio::time::timeout(LIMIT / 4, slow.asked.acquire_many(calls)).await.unwrap().unwrap().forget();
 }

@@ -42,8 +42,8 @@ use crate::shared::{Shared, lock};
 use crate::state::EngineState;
 use crate::status::{self, Meter, publish};
 
-/// Slots of queue 0 for copies and checks, each with a buffer of [`MAX_IO_BYTES`]. With so many of them in
-/// flight the latency of a replica across a network does not limit the speed of a copy.
+/// Slots of queue 0 for copies and checks, each with a buffer of [`MAX_IO_BYTES`]. With this number in
+/// flight, the latency of a replica across a network does not limit the speed of a copy.
 pub(crate) const COPY_SLOTS: u16 = 8;
 /// The amount that may always be left to resync after a crash: a few seconds' work. Requests for other
 /// regions do not wait for it.

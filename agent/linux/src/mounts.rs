@@ -13,7 +13,7 @@ use shorthorn_types::DeviceNumber;
 use thiserror::Error;
 
 const MOUNTINFO: &str = "/proc/self/mountinfo";
-/// A table that changes while it is read is read again, so many times.
+/// The maximum number of reads of a table that changes while it is read.
 const READS_MAX: usize = 5;
 
 /// A line of `/proc/self/mountinfo`.

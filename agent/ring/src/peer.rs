@@ -6,11 +6,11 @@ use nix::sys::socket::{
     AddressFamily, Backlog, SockFlag, SockType, SockaddrStorage, bind, listen, setsockopt, socket, sockopt,
 };
 
-/// TCP probes an idle peer after so many seconds,
+/// The idle time after which TCP probes a peer.
 const KEEPALIVE_IDLE_S: u32 = 10;
-/// so often,
+/// The time between two probes.
 const KEEPALIVE_INTERVAL_S: u32 = 5;
-/// and gives up after so many probes without an answer.
+/// The number of probes without an answer after which TCP ends the connection.
 const KEEPALIVE_PROBES: u32 = 4;
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 128;

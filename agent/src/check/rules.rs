@@ -30,7 +30,7 @@ const MTU_MIN_BYTES: u32 = 1280;
 const ISCSI: &str = "iscsi";
 /// The loopback interface.
 const LOOPBACK: &str = "lo";
-/// Sockets of others on one of so many ports of replicas are too many.
+/// The check warns if sockets of other programs are on one part in this number of the ports of replicas.
 const FOREIGN_PORTS_PART: usize = 10;
 
 /// Runs all checks.

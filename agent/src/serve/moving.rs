@@ -25,7 +25,7 @@ const RETRY_EVERY: Duration = Duration::from_secs(2);
 
 /// The rounds after the start of the agent in which processes of an earlier agent are found again.
 const EARLY_ROUNDS: u32 = 5;
-/// A replica that has not moved after so many rounds is started again.
+/// The number of rounds after which a replica that has not moved is started again.
 const ROUNDS_BEFORE_RESTART: u32 = 4;
 
 /// Follows the data address with the replicas and engines of this node.

@@ -8,7 +8,7 @@ use shorthorn_types::limits::{BLOCK_BYTES, MAX_IO_BYTES};
 use crate::handshake::encode_text;
 use crate::header::{FrameError, Header, Opcode};
 
-/// A layer has one sum for each piece of so many bytes; the last piece may be shorter.
+/// The size of a piece: a layer has one sum for each. The last piece may be shorter.
 pub const SUM_PIECE_BYTES: u64 = MAX_IO_BYTES as u64;
 /// The sum of a piece in which a layer has no block at all.
 pub const EMPTY_SUM: u32 = 1;

@@ -195,7 +195,7 @@ fn texts() -> Vec<Vec<u8>> {
     ]
 }
 
-/// A place in a text, within so many bytes: the first ones of a patch are few, but matter most.
+/// A place in the first bytes of a text, up to the given number: those of a patch are few, but matter most.
 type Place = (prop::sample::Index, usize);
 
 /// A change of a text.

@@ -14,7 +14,7 @@ use super::{list, output};
 /// The longest that the examination of the devices of a page of nodes may take. The controller gives each
 /// agent a minute.
 const LIMIT: Duration = Duration::from_secs(90);
-/// The number of nodes in a request. The controller asks so many at the same time.
+/// The number of nodes in a request. The controller asks all of them at the same time.
 const PAGE: u32 = 32;
 
 /// Lists the devices of all nodes, or of those that are named.

@@ -42,7 +42,7 @@ impl Fleet {
     }
 }
 
-/// Returns the answers to all questions, of which at most so many are under way at the same time.
+/// Returns the answers to all questions, of which at most `max` are under way at the same time.
 pub(super) async fn at_most<T: Send + 'static>(
     max: usize,
     questions: impl Iterator<Item = impl Future<Output = T> + Send + 'static>,

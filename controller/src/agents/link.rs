@@ -163,7 +163,7 @@ async fn listen(
     }
 }
 
-/// Returns the interval of reading the disks of each of so many agents.
+/// Returns the interval of reading the disks of each agent, for a number of agents.
 fn looks_every(agents: usize) -> Duration {
     let agents = u32::try_from(agents).unwrap_or(u32::MAX);
     DISKS_EVERY.max(Duration::from_secs(1) * agents / LOOKS_PER_S_MAX)

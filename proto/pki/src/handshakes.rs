@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-/// An address that has authenticated lately may have so many times the handshakes of another one.
+/// An address that has authenticated lately may have the handshakes of other addresses times this factor.
 const FRIEND_FACTOR: usize = 4;
 /// An address that has failed so often waits until its failures are forgiven, one in each [`FORGIVEN_EVERY`].
 /// Fifty signatures a second are a small part of a processor. A controller behind the same address as a

@@ -222,7 +222,7 @@ impl Nbd {
         self.ask(command::READ, 0, offset, length)
     }
 
-    /// Takes the answer to a read of so many bytes.
+    /// Takes the answer to a read of `length` bytes.
     ///
     /// # Errors
     /// The server has gone, or has answered with an error.

@@ -50,7 +50,7 @@ pub enum Fault {
     Expand { blocks: u64 },
     /// A replica process is killed, and its sets of regions are damaged.
     RotSets { victim: usize, for_us: u64 },
-    /// A replica's disk changes up to so many blocks by itself; if they `vanish`, there are holes. If it
+    /// A replica's disk changes up to `blocks` blocks by itself. With `vanish`, they become holes. If it
     /// strikes `anywhere`, it also changes blocks that hold rot already, or have a sum only because of rot
     /// beside them. Blocks of the head above a snapshot vanish, too.
     RotBlocks {
@@ -63,7 +63,7 @@ pub enum Fault {
     },
     /// A scrub repairs the snapshot of a replica for a while, beside requests.
     ScrubSnapshot { victim: usize, for_us: u64 },
-    /// A scrub compares the volume, so many bytes per second, and is stopped after a while. Without `repair`,
+    /// A scrub compares the volume at `bytes_per_s`, and is stopped after a while. Without `repair`,
     /// it only reports differences.
     Scrub { repair: bool, bytes_per_s: u64, for_us: u64 },
     /// A replica process is killed, and another program opens the directory.

@@ -39,7 +39,7 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Creates a guest of a volume, whose engines have so many queues.
+    /// Creates a guest of a volume. The script has the number of queues of its engines.
     pub fn new(replicas: Vec<ReplicaId>, size_bytes: u64, first_id: Id, script: &Script) -> Guest {
         let slots = vec![None; usize::from(DEPTH) * usize::from(script.queues.max(1))];
         Guest {

@@ -38,10 +38,10 @@ struct Saved {
     stamp: Option<u32>,
 }
 
-/// A restored disk is recognised by the stamps of the other members if the replica was sent so many more
-/// since. The others have all of these but the last.
+/// The number of later stamps by which the stamps of the other members reveal a restored disk. The others
+/// have all of these but the last.
 const STAMPS_THAT_TELL: u32 = 3;
-/// And if no quorum of the view is without another one of them, which is as it was.
+/// The smallest view that recognises such a disk: each of its quorums has another member.
 const MEMBERS_THAT_TELL: usize = 3;
 
 /// A request that is being executed.

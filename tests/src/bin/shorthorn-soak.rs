@@ -29,7 +29,7 @@ struct Arguments {
     /// Number of faults to inject in the whole run.
     #[arg(long, default_value_t = 1000)]
     faults: usize,
-    /// No fault begins after so many seconds.
+    /// Time in seconds after which no fault begins.
     #[arg(long)]
     seconds: Option<u64>,
     /// Number of volumes under faults at the same time; each gets a part of the faults.
@@ -38,7 +38,7 @@ struct Arguments {
     /// Only this volume, with its part of the faults: counted from 0.
     #[arg(long)]
     only: Option<usize>,
-    /// No fault lasts longer than so many seconds.
+    /// Maximum duration of a fault in seconds.
     #[arg(long, default_value_t = 30)]
     longest: u64,
     /// Frontend of the volumes.

@@ -45,7 +45,7 @@ pub enum Group {
 }
 
 impl Group {
-    /// Returns true if so many replicas are healthy that the user of the volume must see no error.
+    /// Returns true if enough replicas are healthy that the user of the volume must not see an error.
     #[must_use]
     pub fn leaves_majority(self) -> bool {
         self != Group::Majority

@@ -184,7 +184,7 @@ impl Volume {
         })
     }
 
-    /// Returns a client that may have so many requests in flight.
+    /// Returns a client that may have `depth` requests in flight.
     pub fn client(&self, depth: usize) -> Result<Box<dyn VolumeClient + Send>> {
         if self.frontend == FrontendChoice::Socket {
             return Ok(Box::new(NbdClient::connect(&self.dir.join("nbd"), &self.name, START_LIMIT)?));

@@ -1,4 +1,4 @@
-//! Connections of strangers, in waves: so many at once that the ports of the sources suffice.
+//! Connections of strangers, in waves that are small enough for the ports of the sources.
 
 use std::io::Write;
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
@@ -47,7 +47,7 @@ pub fn all(
     let pairs: Vec<(Ipv4Addr, SocketAddr)> =
         ports.iter().flat_map(|port| sources.iter().map(|source| (*source, *port))).collect();
     let of_pair = STRAYS / WAVES / pairs.len();
-    ensure!(of_pair * pairs.len() * WAVES == STRAYS, "{STRAYS} connections are not so many waves");
+    ensure!(of_pair * pairs.len() * WAVES == STRAYS, "{STRAYS} connections cannot be divided into the waves");
     let mut open = Vec::new();
     for _ in 0..WAVES {
         drop(std::mem::take(&mut open));

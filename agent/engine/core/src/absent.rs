@@ -62,7 +62,7 @@ impl Absent {
 }
 
 impl AbsentReplicas {
-    /// Creates the state for so many replicas, none of which is counted.
+    /// Creates the state for the given number of replicas, none of which is counted.
     pub fn new(replicas: usize) -> AbsentReplicas {
         AbsentReplicas {
             replicas: (0..replicas).map(|_| None).collect(),
@@ -256,8 +256,8 @@ impl AbsentReplicas {
     }
 
     /// Returns the regions that are like `region` for each of `rebuilding`, and the replicas that do not miss
-    /// them. Two regions are alike for a replica that misses both or neither. The volume has so many
-    /// `regions`.
+    /// them. Two regions are alike for a replica that misses both or neither. The volume has
+    /// `regions` regions.
     pub fn alike(&self, region: u32, rebuilding: PeerMask, regions: u32) -> (RegionSet, PeerMask) {
         let (mut alike, mut sound) = (RegionSet::full(regions), PeerMask::NONE);
         for peer in rebuilding.iter() {

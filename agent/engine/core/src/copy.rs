@@ -298,8 +298,8 @@ impl Copy {
         Some(self.piece)
     }
 
-    /// Records that the piece is in the buffer, with so many blocks of zeroes. Returns false if no read was
-    /// under way.
+    /// Records that the piece is in the buffer, with its blocks of zeroes. Returns false if no read was under
+    /// way.
     pub fn piece_read(&mut self, zeroes: ZeroBlocks) -> bool {
         if self.step != CopyStep::Read {
             return false;

@@ -102,7 +102,7 @@ impl Flight {
         Flight { limits, bytes: 0, requests: 0, has_waiting: false }
     }
 
-    /// Returns true if a request with so many bytes may be sent. If so, it counts as in flight.
+    /// Returns true if a request of `bytes` may be sent. If so, the request counts as in flight.
     fn take_off(&mut self, bytes: u64) -> bool {
         let has_room = self.requests == 0
             || (self.requests < self.limits.requests && self.bytes + bytes <= self.limits.bytes);

@@ -20,8 +20,8 @@
 //!
 //! A rebuilding replica may answer each part of a copy in time, and still hold a modification of that range
 //! up for many parts. So the time for which requests wait for the copy because of the rebuilding replica
-//! counts as a whole. The limit is the time-out and the time that a slow disk takes for so many bytes
-//! ([`COPY_BYTES_PER_S`]).
+//! counts as a whole. The limit is the time-out and the time that a slow disk takes for the bytes of
+//! the copy ([`COPY_BYTES_PER_S`]).
 //!
 //! One disk may hold several replicas. All of them are late at almost the same time then, and answer at
 //! almost the same time again. None of them may be dropped because another one is a moment ahead of it. So a
@@ -170,7 +170,7 @@ impl Debt {
 pub(crate) type Debts = [Debt; MAX_MEMBERS];
 
 impl ReplicaTimeouts {
-    /// Creates the times of replicas with so many `queues`, and the limits of
+    /// Creates the times of replicas with `queues` connections each, and the limits of
     /// [`CoreConfig`](crate::CoreConfig).
     pub fn new(queues: u16, timeout_ms: u64, late_limit_ms: u64) -> ReplicaTimeouts {
         ReplicaTimeouts {

@@ -22,7 +22,7 @@ pub(crate) struct Resync {
 }
 
 impl Resync {
-    /// Starts with the regions in `dirty`, of a volume of so many `regions`.
+    /// Starts with the regions in `dirty`, of a volume with `regions` regions.
     pub fn new(regions: u32, dirty: &RegionSet, sources: Vec<RegionSet>) -> Resync {
         let mut left = RegionSet::empty(regions);
         left.insert_all(dirty);

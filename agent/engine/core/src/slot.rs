@@ -219,7 +219,7 @@ impl Slot {
         self.phase = SlotPhase::Resync;
     }
 
-    /// Forgets what `replica`, which has left, was sent and has answered.
+    /// Removes `replica`, which has left, from the records of requests and answers.
     fn forget(&mut self, replica: PeerMask) {
         for peers in [&mut self.sent, &mut self.no_space, &mut self.rotten, &mut self.erred] {
             *peers = peers.without(replica);

@@ -12,7 +12,7 @@ use crate::connection::{ConnectError, finish};
 use crate::context::EngineContext;
 use crate::events::{MainEvent, RebuildProgress};
 
-/// Between two attempts: doubled after every failure.
+/// The pause between two attempts, doubled after every failure.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 /// The longest pause: the volume is degraded meanwhile, and an attempt costs little.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
@@ -275,7 +275,7 @@ impl RebuildTask {
     }
 }
 
-/// Returns the pause after so many attempts in a row in which no member could give a block.
+/// Returns the pause after `attempts` in a row in which no member could give a block.
 fn pause_after_unread(attempts: u32) -> Duration {
     let doublings = attempts.saturating_sub(1).min(16);
     FIRST_UNREAD_PAUSE.saturating_mul(1 << doublings).min(LONGEST_UNREAD_PAUSE)

@@ -21,7 +21,7 @@ pub(super) struct Copies {
 }
 
 impl Copies {
-    /// Begins with a resync of so many bytes, if any.
+    /// Begins with a resync of `resync_bytes`, if any.
     pub fn new(resync_bytes: Option<u64>, now: Instant) -> Copies {
         Copies {
             resync: resync_bytes.map(|bytes| Meter::new(bytes, now)),

@@ -58,7 +58,7 @@ fn write(volume: &Volume, fill: u8) {
 /// Returns the state of a replica after its next `stamps`.
 fn after(volume: &Volume, stamps: u32) -> ReplicaFiles {
     let first = ReplicaFiles::of(volume).stamp();
-    wait_for("so many stamps are stored", LIMIT, || {
+    wait_for("the stamps are stored", LIMIT, || {
         let state = ReplicaFiles::of(volume);
         if state.stamp() >= first + stamps { Ok(state) } else { Err(volume.log_of_engine()) }
     })

@@ -180,8 +180,7 @@ fn replace_mount(volume: &VolumeName, files: &Files) -> Result<Channel, Frontend
         .map_err(|source| system(format!("mount the FUSE file {}", disk.display()), source))
 }
 
-/// Removes the disk and the target of `volume` that an engine left behind which does not come back. Requests
-/// that wait there fail.
+/// Removes the disk and the target that a dead engine of `volume` left behind. Requests that wait there fail.
 ///
 /// # Errors
 /// [`FrontendError::Refused`] if a living process serves it.

@@ -151,8 +151,8 @@ fn recover_or_clear(spec: &FrontendSpec, backend: &str) -> Result<Option<u32>, F
     Ok(None)
 }
 
-/// Removes every NBD device of `volume` that an engine left behind which does not come back. Requests that
-/// wait there fail. Returns the number of devices.
+/// Removes every NBD device that a dead engine of `volume` left behind. Requests that wait there fail.
+/// Returns the number of devices.
 ///
 /// # Errors
 /// [`FrontendError::Refused`] if a living process serves one.
@@ -198,7 +198,7 @@ fn disconnect(index: u32) -> io::Result<()> {
     })
 }
 
-/// Returns the request time-out of a device that is made with so many sockets. See [`NO_TIMEOUT`].
+/// Returns the request time-out of a device with the given number of sockets. See [`NO_TIMEOUT`].
 fn request_timeout_s(sockets: usize) -> u64 {
     if sockets == 1 { NO_TIMEOUT } else { REQUEST_TIMEOUT_S }
 }

@@ -92,7 +92,7 @@ impl Guest {
         server.wait(2 * MINUTE).map(drop).with_context(|| format!("process {pid} does not end"))
     }
 
-    /// Waits until the device has answered so many more requests.
+    /// Waits until the device has answered `more` requests.
     pub fn answers(&self, more: u32) -> Result<()> {
         let disk = if self.frontend == "ublk" { "ublkb0" } else { "nbd0" };
         // Reads and writes of Documentation/block/stat.rst.

@@ -25,7 +25,7 @@ fn check_layer(client: &mut Client) -> LayerCheck {
     client.ask(Opcode::CheckLayer, &asked).unwrap()
 }
 
-/// Repairs so many blocks of the snapshot, from block 3 on.
+/// Repairs `blocks` blocks of the snapshot, from block 3 on.
 fn repair_below(client: &mut Client, blocks: u32) {
     assert_eq!(try_repair_below(client, blocks), 0);
 }

@@ -44,7 +44,7 @@ fn in_zone(zone: &str, node: NodeCandidate) -> NodeCandidate {
     NodeCandidate { zone: Some(zone.parse().unwrap()), ..node }
 }
 
-/// Returns the same with so many replicas of the volume on its first disk.
+/// Returns the same with `replicas` replicas of the volume on its first disk.
 fn used(mut node: NodeCandidate, replicas: u32) -> NodeCandidate {
     node.disks[0].same_volume = replicas;
     node

@@ -34,7 +34,7 @@ pub enum Op {
     Attach(usize, usize),
     Detach(usize),
     Delete(usize),
-    /// By so many GiB.
+    /// The volume, and the additional GiB.
     Expand(usize, u8),
     /// Makes a decision about an object; its actions are carried out later.
     Decide(usize),

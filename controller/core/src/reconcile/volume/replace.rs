@@ -327,7 +327,7 @@ impl<'a> VolumeReconciler<'a> {
         }
         let known = &engine.spec.replica_address_map;
         let mut sorted: Vec<&Replica> = replicas.to_vec();
-        // An engine cannot have so many: those that are lost longest are removed.
+        // An engine has a maximum number of replicas: those that are lost longest are removed.
         sorted.sort_by_key(|replica| {
             let id = replica.spec.replica_id;
             (!engine.status.has_member(id), std::cmp::Reverse(replica.status.lost_since), id)
