@@ -140,7 +140,7 @@ async fn a_volume_gets_fewer_replicas_and_other_places() {
     };
     let stopped = |volume: &Value| on_b(volume)["currentState"] == "stopped";
     let volume = cluster.until("v", "stopping one", stopped).await;
-    // As an engine does that hears no more of it.
+    // Like an engine that gets no more answers from it.
     cluster.agents[0].fail_member("v", on_b(&volume)["replicaID"].as_str().unwrap());
     let volume = cluster.until("v", "two replicas", |volume| places(volume).len() == 2).await;
     assert_eq!(places(&volume), ["a", "c"], "the one whose node lacks the tag went");

@@ -36,7 +36,7 @@ pub struct Hosts {
     server: String,
     /// Path of shorthorn-agent.
     agent_program: PathBuf,
-    // Last: with it go all processes on the hosts.
+    // Last: its end kills all processes on the hosts.
     network: Network,
 }
 

@@ -84,7 +84,7 @@ impl VmHost {
         if !started.success() {
             bail!("agent and controller do not start:\n{}\n{}", started.text(), self.journal());
         }
-        // The controller is ready before it has heard of the agent.
+        // The controller is ready before it knows the agent.
         until("disk", LIMIT, || self.ctl(&format!("disk add {NODE} /var/lib/longhorn")).map(Some)).map(drop)
     }
 

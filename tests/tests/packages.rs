@@ -436,7 +436,7 @@ fn drop_ins_fit_the_units_to_a_kubelet_elsewhere() -> Result<()> {
     let (usual, made) =
         (fs::read_to_string(project().join(usual))?, fs::read_to_string(units.join(expected[2]))?);
     ensure!(settings(&usual) == settings(&made), "{made}");
-    // It has moved: the drop-ins for the old place go.
+    // kubelet has moved: the drop-ins for the old place are deleted.
     let files = drop_ins(root.path(), &["--for", "microk8s"])?;
     ensure!(
         files.contains("var-snap-microk8s-common-var-lib-kubelet-pods-.mount.d/shorthorn-kubelet.conf"),

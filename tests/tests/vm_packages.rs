@@ -173,7 +173,7 @@ fn installed(host: &VmHost) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the controller has heard of the agent and its disk.
+/// Waits until the controller knows the agent and its disk.
 fn until_ready(host: &VmHost) -> Result<()> {
     until("ready node", LIMIT, || {
         let list: Value = serde_json::from_str(&host.ctl("node list -o json")?)?;

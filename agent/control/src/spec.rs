@@ -98,7 +98,7 @@ pub struct EngineSpec {
     pub queues: u16,
     /// Requests in flight per queue.
     pub depth: u16,
-    /// A replica that does not answer a request for so long has failed.
+    /// The time after which a replica that does not answer a request has failed.
     pub replica_timeout_ms: u32,
     /// The view that the arbiter granted last, as far as the controller knew when it attached the volume.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -173,7 +173,7 @@ pub struct ReplicaEndpoint {
     pub replica: ReplicaId,
     /// `unix:<path>` or `tcp:<ip>:<port>`, in the order to try.
     pub addresses: Vec<String>,
-    /// True if it is on this host: reads go there first.
+    /// True if it is on this host: the engine then reads there first.
     pub local: bool,
 }
 

@@ -14,8 +14,8 @@ use shorthorn_control::{ReplicaPhase, ReplicaSpec};
 /// The exit code of a replica that is to be started again.
 const FAILED: i32 = 13;
 
-/// A replica whose head alone lies on a disk that has broken down, and an engine that has heard of it. The
-/// rest of the directory can be written until `meets_it`.
+/// A replica whose head alone lies on a disk that has broken down, and an engine that has got an error from
+/// it. The rest of the directory can be written until `meets_it`.
 struct Broken {
     replica: Replica,
     client: Client,

@@ -38,7 +38,7 @@ impl Arena {
             return Err(io::Error::last_os_error());
         }
         // A huge page for one small request in each slot would be memory for nothing. A kernel without huge
-        // pages refuses, and needs no telling.
+        // pages refuses, which is fine.
         // SAFETY: advice about a mapping of ours changes none of its bytes.
         unsafe { libc::madvise(base, length, libc::MADV_NOHUGEPAGE) };
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;

@@ -24,7 +24,7 @@ pub struct NodeSettings<'a> {
 /// Returns `given`, in the format of agent.toml, with the keys of the node that it lacks.
 ///
 /// # Errors
-/// `given` is no TOML.
+/// `given` is not TOML.
 pub fn complete(given: &str, node: &NodeSettings<'_>) -> anyhow::Result<String> {
     let keys: toml::Table = toml::from_str(given).context("settings")?;
     let lacks = |names: &[&str]| names.iter().all(|name| !keys.contains_key(*name));

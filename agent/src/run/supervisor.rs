@@ -19,8 +19,8 @@ use crate::run::runtime::RuntimeDir;
 use crate::run::volume::{VolumeDir, private_dir};
 use crate::run::{RunError, dies_with_supervisor};
 
-/// A replica of a volume that was ready before is not waited for any longer once it has failed so often. The
-/// engine can do without it.
+/// The number of failures after which a volume that was ready before does not wait for a replica any longer.
+/// The engine can do without it.
 const REPLICA_TRIES: u32 = 2;
 
 /// All processes of a volume; the engine is the last.

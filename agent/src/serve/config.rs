@@ -138,7 +138,7 @@ pub enum ConfigError {
     /// The file cannot be read.
     #[error("{path}: {source}")]
     Io { path: PathBuf, source: io::Error },
-    /// The file is no TOML, has an unknown key, or a value of the wrong type.
+    /// The file is not TOML, has an unknown key, or a value of the wrong type.
     #[error("{path}:{line}: {message}")]
     Content {
         path: PathBuf,

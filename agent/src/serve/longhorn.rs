@@ -30,8 +30,8 @@ pub fn warnings(proc: &Path, device_dir: &Path, disks: &BTreeSet<PathBuf>) -> Ve
     let devices = (device_dir == Path::new(DEVICES)).then(|| {
         format!(
             "{program} runs on this host, and both make devices in {DEVICES}: no volume of one may have the \
-             name of a volume of the other. Set device_dir of the agent to another directory unless Longhorn \
-             is about to go"
+             name of a volume of the other. Unless you are about to remove Longhorn, set device_dir of the \
+             agent to another directory"
         )
     });
     let of_disk = |disk: &PathBuf| {

@@ -37,7 +37,7 @@ pub enum Plan {
 /// Plans the content of the configuration file, of which `found` is the present one; empty if it is missing.
 ///
 /// # Errors
-/// `found` is no TOML, or was changed and has other settings.
+/// `found` is not TOML, or was changed and has other settings.
 pub fn plan(found: &str, wanted: &Wanted<'_>) -> anyhow::Result<Plan> {
     let set: toml::Table = toml::from_str(found).context("the present settings")?;
     let base = if found.trim().is_empty() { PACKAGED } else { found };

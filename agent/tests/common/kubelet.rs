@@ -1,6 +1,6 @@
 //! A stand-in for kubelet's watcher of plugins. It searches the directory of registrations when it starts,
-//! and then follows it by inotify. It asks each socket for its identity, calls the driver, and tells it that
-//! it was registered.
+//! and then follows it by inotify. It asks each socket for its identity, calls the driver, and reports
+//! the registration to it.
 
 use std::collections::BTreeMap;
 use std::fs;

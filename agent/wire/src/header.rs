@@ -244,7 +244,7 @@ pub enum FrameError {
         /// The number of bytes, as received.
         length_bytes: u32,
     },
-    /// A text that is no JSON of the kind that its opcode carries.
+    /// A text that is not the JSON of its opcode.
     #[error("this version cannot read the text of {0:?}")]
     Text(Opcode),
 }

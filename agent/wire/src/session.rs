@@ -69,7 +69,7 @@ pub struct Session {
     receives: Direction,
 }
 
-/// The frames that go one way after the opening. Each has a number, which is not sent.
+/// The frames in one direction after the opening. Each has a number, which is not sent.
 struct Direction {
     key: SipHasher24,
     /// The number of the next frame.

@@ -7,8 +7,8 @@
 //! The findings are stored in the object (`spec.discovered`). The address follows them as long as both are
 //! the same: an address that an administrator has changed, or emptied, is never touched again. The time since
 //! which a machine is cordoned is stored too. Such a machine gets no new replicas, unless the controller is
-//! configured otherwise, and is expected to go (`reboot`). A Node object stays when its machine leaves the
-//! cluster, because its data may come back. Until then its condition says that the agent is unreachable.
+//! configured otherwise, and is expected to restart (`reboot`). A Node object stays when its machine leaves
+//! the cluster, because its data may come back. Until then its condition says that the agent is unreachable.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;

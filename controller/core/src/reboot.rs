@@ -282,7 +282,7 @@ fn waits(cluster: &ClusterState, volume: &Volume, members: &[Member<'_>], node: 
     if waits.is_empty() { "another replica".to_owned() } else { waits.join("; ") }
 }
 
-/// Returns true if `other` is about to go, and does so before `node`.
+/// Returns true if the machine `other` was cordoned before `node`.
 fn is_cordoned_before(cluster: &ClusterState, other: &NodeName, node: &NodeName) -> bool {
     match (cordoned_since(cluster, other), cordoned_since(cluster, node)) {
         (Some(other_since), Some(since)) => (other_since, other) < (since, node),

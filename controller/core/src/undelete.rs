@@ -1,10 +1,10 @@
-//! Deleted volumes that are still in the trash of their disks, and how they come back.
+//! Restores deleted volumes that are still in the trash of their disks.
 //!
 //! With each directory the agent keeps a record of its volume, as it was stored when its deletion was carried
 //! out. A volume comes back detached, with the replicas that were deleted with it, each with the views in its
 //! own files. It is thus attached like any other volume. An engine starts only from a quorum of the newest
-//! view, and gets a higher number than any before. A replica that was deleted while its volume went on is not
-//! brought back: its record says so.
+//! view, and gets a higher number than any before. A replica that was deleted while its volume continued is
+//! not restored: its record says so.
 //!
 //! Objects that a deletion could not reach still exist, with the same records, and so does their data: they
 //! belong to the volume again. The deletion of an object cannot be cancelled everywhere. Such a replica

@@ -526,7 +526,7 @@ fn after_colon(text: &str) -> String {
 fn progress(copy: CopyStatus) -> String {
     let left = copy.left_s().map(|seconds| format!(", about {} left", duration(seconds)));
     format!(
-        ": {} % done, {} of {} to go at {}/s{}",
+        ": {} % done, {} of {} remaining at {}/s{}",
         copy.percent(),
         HumanBytes(copy.left_bytes),
         HumanBytes(copy.total_bytes),

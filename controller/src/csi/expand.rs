@@ -67,8 +67,8 @@ impl CsiController {
 
 /// Returns true if the device in use keeps its size until the volume is attached again. The call returns no
 /// error then: the external-resizer would not ask again for as long as a pod uses the claim. That includes a
-/// later pod, for which the volume has grown. Kubelet asks at each mount, and hears from the node service
-/// while the device has its old size.
+/// later pod, for which the volume has grown. Kubelet asks at each mount, and gets an error of the node
+/// service while the device has its old size.
 fn grows_later(volume: &Volume) -> bool {
     let expanded = volume.status.conditions.get(ConditionType::Expanded);
     volume.status.state == VolumeState::Attached

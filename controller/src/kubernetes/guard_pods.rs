@@ -152,7 +152,7 @@ impl GuardPods {
         }
     }
 
-    /// Looks at the volumes again that these changes, and all that are waiting to be heard, are about.
+    /// Looks again at the volumes of these changes, and of all changes that are still in the channel.
     fn catch_up(&self, needed: &mut Needed, mut keys: Vec<Key>, changes: &mut Receiver<Key>) {
         let mut all = false;
         loop {

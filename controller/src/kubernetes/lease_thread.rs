@@ -52,8 +52,8 @@ pub struct LeaseThread {
 
 impl LeaseThread {
     /// Starts the thread, which asks for the lease at once, for the runtime that this is called in. `hangs`
-    /// runs if the process is still there [`END_LIMIT`] after the lease was lost, or after this value went
-    /// without giving it back.
+    /// runs if the process still exists [`END_LIMIT`] after the lease was lost, or after this value was
+    /// dropped without giving the lease back.
     ///
     /// # Errors
     /// The operating system gives no thread.

@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 const IDENTITIES: [&str; 3] = ["type", "name", "id"];
 
 /// Returns the text of `new` with the parts of `stored` that this version cannot represent. `known` is
-/// `stored` as this version reads and writes it. None: `stored` is no JSON.
+/// `stored` as this version reads and writes it. None: `stored` is not JSON.
 pub(super) fn keep(stored: &str, known: &Value, new: &Value) -> Option<String> {
     match (known, new) {
         (Value::Object(known), Value::Object(new)) if stored.trim_start().starts_with('{') => {

@@ -14,13 +14,13 @@ use std::time::{Duration, Instant};
 
 /// An address that has authenticated lately may have the handshakes of other addresses times this factor.
 const FRIEND_FACTOR: usize = 4;
-/// An address that has failed so often waits until its failures are forgiven, one in each [`FORGIVEN_EVERY`].
-/// Fifty signatures a second are a small part of a processor. A controller behind the same address as a
-/// client that always fails is lucky in one of its tries.
+/// The number of failures after which an address waits until some are forgiven, one in each
+/// [`FORGIVEN_EVERY`]. Fifty signatures a second are a small part of a processor. A controller behind the
+/// same address as a client that always fails is lucky in one of its tries.
 const FAILURES_MAX: u32 = 50;
 const FORGIVEN_EVERY: Duration = Duration::from_millis(20);
-/// An address counts as a friend for so long after it has authenticated, and after its last connection has
-/// ended.
+/// The time for which an address counts as a friend after it has authenticated, and after its last connection
+/// has ended.
 const FRIEND_FOR: Duration = Duration::from_hours(1);
 /// The time for which a handshake keeps its place. Longer than a handshake between nodes takes, whose way to
 /// the other one and back is some milliseconds. The shorter it is, the more tries get a place in a flood.

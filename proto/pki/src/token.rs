@@ -15,7 +15,7 @@ use crate::trust::Pin;
 
 const ID_BYTES: usize = 8;
 const SECRET_BYTES: usize = 32;
-/// A node whose answer got lost may repeat its request with the same key for so long.
+/// The time for which a node whose answer got lost may repeat its request with the same key.
 pub(crate) const REPEAT_SECONDS: u64 = 10 * 60;
 /// Tokens that can be open at a time.
 pub(crate) const TOKENS_MAX: usize = 1000;

@@ -8,9 +8,9 @@ use crate::quorum::{Quorum, quorum};
 
 /// The arbiter's record of one volume: the view that it granted last.
 ///
-/// Half of a view cannot tell whether the other half continues as well. The arbiter can: it lets one half
-/// continue, and the other only when that has heard of the first. Every grant therefore follows from the one
-/// before.
+/// Half of a view does not know whether the other half continues as well. The arbiter knows: it lets one half
+/// continue, and the other only if that knows the view of the first. Every grant therefore follows from the
+/// one before.
 ///
 /// The arbiter has to trust two statements: which replicas have stored the target, and that the engine
 /// reports all views that it must honour. The replicas and [`crate::ViewChange`] ensure that.

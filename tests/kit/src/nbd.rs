@@ -75,7 +75,7 @@ pub fn negotiate(socket: &Path, export: &str, limit: Duration) -> io::Result<(Un
             }
         }
     }
-    let size_bytes = size_bytes.ok_or_else(|| io::Error::other("the NBD server does not tell the size"))?;
+    let size_bytes = size_bytes.ok_or_else(|| io::Error::other("the NBD server has not sent the size"))?;
     Ok((stream, size_bytes))
 }
 

@@ -18,7 +18,7 @@ pub const COPY_SLOTS: u16 = 4;
 const BUFFER_SECTORS: usize = 2048;
 /// The largest request of the guest.
 const REQUEST_SECTORS: usize = 128;
-/// A replica that is silent for so long has failed.
+/// The silence after which a replica has failed.
 pub const REPLICA_TIMEOUT_MS: u64 = 1000;
 /// The time of silence after which a replica has failed, even if the others cannot continue without it.
 pub const LATE_LIMIT_MS: u64 = 4000;

@@ -11,7 +11,7 @@ use crate::simulation::Simulation;
 
 /// The number of blocks of which a disk cannot read one, if it cannot read all.
 const UNREAD_OF: u64 = 7;
-/// An engine that has begun so long ago has made several attempts to open the volume.
+/// The time in which an engine makes several attempts to open the volume.
 const ATTEMPTS_US: Micros = 15_000_000;
 
 impl Simulation {

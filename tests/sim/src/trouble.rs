@@ -14,7 +14,7 @@ use crate::simulation::{Controller, Simulation};
 
 /// The volume is not made larger than that.
 const EXPANDED_BYTES_MAX: u64 = 4 << 20;
-/// The engine that hands over clears for so long at most.
+/// The maximum time for which the engine that hands over clears.
 const CLEAR_LIMIT_US: u64 = 100_000;
 
 impl Simulation {

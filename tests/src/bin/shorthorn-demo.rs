@@ -89,7 +89,7 @@ fn show(host: &VmHost, steps: &mut Steps) -> Result<()> {
     )?;
     let replicas = host.replica_units("demo")?;
     let victim = replicas.first().context("no replica runs")?;
-    steps.say("Killing one replica with kill -9 under the load: the other two go on")?;
+    steps.say("Killing one replica with kill -9 under the load: the other two continue")?;
     host.kill(victim)?;
     wait_for_degraded(host)?;
     steps.say(

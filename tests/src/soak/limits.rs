@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::faults::{FaultKind, Group, Row};
 
-/// A start of an engine waits for so long for replicas that do not answer when the others are enough:
+/// The time for which a start of an engine waits for replicas that do not answer, if the others are enough:
 /// `MISSING_LIMIT` of the engine.
 const MISSING: Duration = Duration::from_secs(5);
 /// The time after which a volume without a majority gives up waiting for replicas, or for a change of its

@@ -214,7 +214,7 @@ impl Volume {
         /// The counters of records and of sockets with keys, by Documentation/networking/tls.rst of Linux.
         const COUNTERS: [&str; 2] = ["TlsTxSw", "TlsRxSw"];
         for (replica, link) in self.links.iter().enumerate() {
-            ensure!(!link.has_seen_clear(), "frames went to replica {replica} in clear");
+            ensure!(!link.has_seen_clear(), "frames were sent to replica {replica} in clear");
             let mut command = Command::new("nsenter");
             let output = command.arg(net_flag(&self.network, replica)).args(["cat", TLS_STAT]).output()?;
             let text = String::from_utf8_lossy(&output.stdout);

@@ -17,7 +17,7 @@ pub struct Hosts {
     children: Vec<Child>,
     pub token: String,
     pub dir: tempfile::TempDir,
-    // Last: with it go all processes on the hosts.
+    // Last: its end kills all processes on the hosts.
     pub network: Network,
 }
 

@@ -24,7 +24,7 @@ const LONGEST_ATTEMPT: Duration = Duration::from_secs(4);
 /// Pause after a connection that was refused.
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
-/// A guest that takes no input for so long is dead.
+/// The time after which a guest that takes no input is dead.
 const WRITE_LIMIT: Duration = Duration::from_secs(60);
 
 const FRAME_LIMIT: u32 = 16 * 1024 * 1024;
@@ -314,7 +314,7 @@ impl RunningCommand {
     fn finish(self, ended: io::Result<i32>) -> Result<Output> {
         match ended {
             Ok(status) => Ok(Output { status, ..self.output_so_far() }),
-            Err(error) => Err(self.failure(&format!("the guest went away ({error})"))),
+            Err(error) => Err(self.failure(&format!("the guest has ended ({error})"))),
         }
     }
 

@@ -252,7 +252,7 @@ impl Vm {
         self.boot()
     }
 
-    /// Resets the machine without telling the guest and waits until it has booted.
+    /// Resets the machine without a shutdown of the guest, and waits until it has booted.
     pub fn crash_reboot(&mut self) -> Result<()> {
         self.with_qemu(Qemu::reset)?;
         self.agent.disconnect_all();

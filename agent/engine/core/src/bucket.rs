@@ -9,7 +9,7 @@ const REFILL_MS_MAX: u64 = 1000;
 /// The minimum bandwidth of copies beside the busiest frontend, so that every copy ends.
 const SHARE_BYTES_PER_S_MIN: u64 = 4 << 20;
 
-/// A token bucket with the bytes that may be copied now. It may go into debt by one copy.
+/// A token bucket with the bytes that may be copied now. Its balance may fall below zero by one copy.
 #[derive(Debug)]
 pub(crate) struct Bucket {
     limits: CopyLimits,

@@ -285,7 +285,7 @@ pub enum Output {
         /// The offset of the data in the slot's buffer. It is 0 except for parts of a copy.
         buffer_offset: u32,
     },
-    /// Tell the frontend that its request is done. The slot is free.
+    /// Complete the request of the frontend. The slot is free.
     Complete {
         /// The slot of [`Event::Submit`].
         slot: SlotId,
@@ -310,7 +310,7 @@ pub enum Output {
         /// The report that the replica honours.
         honoured: Box<ReplicaReport>,
     },
-    /// Tells a replica that the view is committed.
+    /// Report to a replica that the view is committed.
     Commit {
         /// A replica that answers the engine, in the view or not.
         peer: PeerIndex,

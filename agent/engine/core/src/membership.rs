@@ -59,7 +59,7 @@ impl PeerMask {
 pub struct PeerConfig {
     /// Identity in views; it does not change with the address.
     pub replica: ReplicaId,
-    /// True if it is on this host: reads go there first.
+    /// True if it is on this host: the engine then reads there first.
     pub local: bool,
 }
 
@@ -318,7 +318,7 @@ impl Membership {
                 .freeze(format!("a member of {target} is lost while the arbiter is asked for that view"));
         }
         if quorum(&self.view.members, &members) == Quorum::Less {
-            // It could never go through, and once stored it would only stand in the way of others.
+            // Such a change could never complete, and once stored it would only obstruct others.
             let old = self.view.members;
             self.change = Some(ViewChange::new(self.honoured(), View { id: self.view.id, members }));
             return self.freeze(format!("{members} is less than half of {old}: no quorum"));

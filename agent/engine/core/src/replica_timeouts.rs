@@ -44,7 +44,7 @@ use crate::membership::{Membership, PeerIndex, PeerMask};
 use crate::request::Operation;
 use crate::slot::{Slot, Slots};
 
-/// A connection that is silent for so long gets a PING.
+/// The silence after which a connection gets a PING.
 const PING_INTERVAL_MS: u64 = 1000;
 /// A replica may take a second longer for as many bytes that it makes zeroes. It may have to write them, and
 /// an old disk writes no faster. A time-out of five seconds alone asks for more of

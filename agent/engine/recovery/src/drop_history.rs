@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use shorthorn_core::DropCause;
 
-/// After so long without a drop the earlier ones do not count any more. It is longer than any pause, so that
-/// a replica is not forgiven for the time in which it was out.
+/// The time without a drop after which earlier drops do not count any more. It is longer than any pause, so
+/// that a replica is not forgiven for the time in which it was out.
 const LATE_FORGIVEN: Duration = Duration::from_secs(3600);
 /// The pauses after each time that a replica was late. The cause of the first time may lie outside the
 /// replica, in a storm on a disk or a network.

@@ -11,8 +11,8 @@
 
 use shorthorn_core::PeerIndex;
 
-/// A member that owes the answer to PING for so long does not answer at its former address. Longer by far
-/// than the way to it and back takes.
+/// The time after which a member that owes the answer to PING does not answer at its former address. By far
+/// longer than the round trip.
 pub(super) const SILENT_MS: u64 = 1500;
 
 /// The members whose addresses have changed. Each replica is in it at most once.

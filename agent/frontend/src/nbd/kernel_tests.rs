@@ -16,7 +16,7 @@ const BLOCKS: usize = 64;
 const DEPTH: u16 = 8;
 const READ: u16 = 0;
 const WRITE: u16 = 1;
-/// After so long a test has failed.
+/// The time after which a test has failed.
 const LIMIT: Duration = Duration::from_secs(20);
 /// Requests that the process leaves undone until it has to do them, so that a handover always finds some.
 const LEFT_UNDONE: usize = 3;

@@ -79,7 +79,7 @@ impl Events {
 }
 
 /// Returns true if the event is of this disk, and not of an earlier one of the same name: its end may be
-/// heard late.
+/// reported late.
 fn is_of(event: &Event, name: &str, sequence: Option<&str>) -> bool {
     event.sysname() == OsStr::new(name)
         && event.event_type() != EventType::Remove

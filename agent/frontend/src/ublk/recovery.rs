@@ -28,8 +28,8 @@
 //!
 //! Known gap (before Linux 6.15): the new process may die as well. That may be after a queue has mapped its
 //! descriptors and before all of its tags were fetched. Then the driver takes no third process, and the
-//! device can only be stopped. That is why a queue maps and fetches in one go, and why this is the last step
-//! of a starting engine. The third process reports it: see `fetching.rs`.
+//! device can only be stopped. That is why a queue maps and fetches in one step, and why this is the last
+//! step of a starting engine. The third process reports it: see `fetching.rs`.
 
 use std::fs;
 use std::io;
@@ -47,8 +47,8 @@ use crate::{FrontendError, kernel_release, modules, node, queue_attribute, wait}
 /// The time limit for the descriptors of a dead process to be closed. Its memory has to be freed first, and
 /// its I/O on a slow disk has to end. The limit is longer than the block layer's default timer of requests.
 const DEAD_SERVER_LIMIT: Duration = Duration::from_secs(45);
-/// After so long the driver looks whether the process of an unanswered request is dead, and if it lives waits
-/// so long again. The block layer rounds it up by a second.
+/// The interval in which the driver checks whether the process of an unanswered request is dead. The block
+/// layer rounds it up by a second.
 const REQUEST_TIMER_MS: u32 = 1000;
 /// The directory in which the driver lists its devices.
 const CLASS: &str = "/sys/class/ublk-char";

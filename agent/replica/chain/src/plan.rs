@@ -252,5 +252,5 @@ fn push(steps: &mut Vec<ZeroStep>, step: ZeroStep) {
 }
 
 fn span(start: u64, end: u64) -> ByteRange {
-    ByteRange::new(start, end - start).expect("the end of a span is no overflow")
+    ByteRange::new(start, end - start).expect("the end of a span does not overflow")
 }

@@ -17,7 +17,7 @@ const UNCOUNTED_PAUSE: Duration = Duration::from_secs(600);
 /// The maximum pause if an engine that started after the failure connects: its volume may not start without
 /// the replica. Even a replica that fails again at once does not reach the start limit of a supervisor.
 const ASKED_PAUSE: Duration = Duration::from_secs(10);
-/// Once a process has served for so long, earlier failures do not count any more.
+/// The time of service after which earlier failures do not count any more.
 pub const FAILURES_FORGIVEN_AFTER: Duration = Duration::from_secs(3600);
 
 /// The state of the record on the disk after a failure.

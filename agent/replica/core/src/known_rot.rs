@@ -15,7 +15,7 @@
 //!
 //! If an engine knows that the block holds rot, other members decide about its data. They may have the data
 //! of a request that has failed here. It is then the only sound data, also if it cannot be written here for
-//! lack of space. The repair of a layer may show the former data again, and is no decision: the sum alone
+//! lack of space. The repair of a layer may show the former data again. It does not decide: the sum alone
 //! says whether the block is sound.
 //!
 //! The repair of a layer may also show data in a block that has read as zeroes until then. Either may be

@@ -69,7 +69,7 @@ impl ReplicaState {
         self.failure.as_ref()
     }
 
-    /// This process has served for so long, by a clock that does not jump.
+    /// The time for which this process has served, by a clock that does not jump.
     pub fn served_for(&mut self, time: Duration) {
         if time >= FAILURES_FORGIVEN_AFTER {
             self.failures = 0;

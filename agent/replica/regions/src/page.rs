@@ -34,7 +34,7 @@ const _: () = assert!(REGIONS_PER_PAGE as usize == 64 * PAGE_WORDS);
 
 const MAGIC: &[u8; 8] = b"SHRNREGS";
 const FORMAT: u32 = 1;
-/// No set is written so often: a page that says so would leave no number for the next write.
+/// The largest version of a page. No set is written as often, and a larger one would leave no next number.
 const VERSION_MAX: u64 = u64::MAX / 2;
 
 pub(crate) type Bits = [u64; PAGE_WORDS];

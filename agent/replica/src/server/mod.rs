@@ -231,7 +231,7 @@ impl Server {
             let Some(connection) = self.connections.get(index) else { continue };
             // A connection that waits for a slot is not read, so it does not count as silent.
             if connection.tick() >= SILENT_TICKS_MAX && !waits {
-                self.end(index, "nothing was heard of the engine for too long");
+                self.end(index, "the engine was silent for too long");
             }
         }
         self.executor.write_stale_pages(&mut self.ring);

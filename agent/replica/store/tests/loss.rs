@@ -1,4 +1,4 @@
-//! Data that could not be made durable, and that the next opening hears of it.
+//! Data that could not be made durable: the next opening knows it.
 #![allow(clippy::unwrap_used)] // an unexpected value fails the test
 
 mod common;

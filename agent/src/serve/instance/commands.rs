@@ -383,7 +383,7 @@ async fn is_outdated(engine: &v1::Instance, pid: i32) -> Result<bool, NodeError>
     Ok(comparison.needs_upgrade(version).unwrap_or(true))
 }
 
-/// Watches one process go and the next one come.
+/// Waits for the end of one process and the start of the next one.
 async fn measure(watch: &mut Watch, name: &str, old_pid: i32) -> Result<Upgraded, NodeError> {
     let mut quiet_since = None;
     loop {

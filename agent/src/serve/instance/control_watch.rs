@@ -11,8 +11,8 @@ use tokio::time::{sleep, timeout};
 
 /// The longest line that a process may send; a status with eight members has about 2 KiB.
 const LINE_MAX_BYTES: u64 = 64 << 10;
-/// A process that does not take a command for so long hangs. The thread of the control socket takes commands
-/// even while the process waits for a disk.
+/// The time after which a process that does not take a command counts as hanging. The thread of the control
+/// socket takes commands even while the process waits for a disk.
 const COMMAND_LIMIT: Duration = Duration::from_secs(5);
 const FIRST_PAUSE: Duration = Duration::from_millis(2);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);

@@ -272,7 +272,11 @@ fn a_replica_that_was_left_out_is_neither_replaced_nor_forgotten_nor_outlived() 
     assert_eq!((reason.as_deref(), others.len()), (Some("ObjectUnknown"), 0), "{others:#?}");
     example.cluster.forget_left_out(&key_of(Kind::Replica, 3));
     let (reason, others) = settled(decide(&example, &key_of(Kind::Volume, 0)));
-    assert_eq!((reason.as_deref(), others.len()), (Some("Deleting"), 2), "both replicas go: {others:#?}");
+    assert_eq!(
+        (reason.as_deref(), others.len()),
+        (Some("Deleting"), 2),
+        "both replicas are deleted: {others:#?}"
+    );
 }
 
 #[test]

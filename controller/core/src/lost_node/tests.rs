@@ -118,7 +118,7 @@ fn a_node_that_answers_is_never_given_up() {
     let mut cluster = Cluster::new();
     cluster.agents.get_mut(&node("a")).unwrap().link = AgentLink::Synced;
     assert_eq!(cluster.delete(true), Err(RequestError::NodeAnswers("a".to_owned())));
-    // This controller has not heard of it yet, the last one had.
+    // This controller does not know it yet, and the last one did.
     let mut cluster = Cluster::new();
     cluster.change_node(|node| node.status.conditions.set(ConditionType::Ready, Finding::Well, now()));
     assert_eq!(cluster.delete(true), Err(RequestError::NodeAnswers("a".to_owned())));

@@ -159,7 +159,7 @@ pub fn concerned(cluster: &ClusterState, key: &Key) -> Vec<Key> {
     match key.kind {
         Kind::Volume => {
             keys.push(Key::new(Kind::Engine, &key.name));
-            // Its replicas go only once it is stored that the deletion has begun.
+            // Its replicas are deleted only once it is stored that the deletion has begun.
             let deleted = cluster.volumes.get(&key.name);
             let deleted = deleted.filter(|volume| volume.status.state == VolumeState::Deleting);
             let replicas =

@@ -196,7 +196,7 @@ pub enum RequestError {
          comes back"
     )]
     NodeAnswers(String),
-    /// New replicas could still go there.
+    /// The scheduler could still place new replicas there.
     #[error("node {0} is not cordoned: run shorthornctl node cordon {0}, so that it gets no new replicas")]
     NodeNotCordoned(String),
     /// Engines may still run there.

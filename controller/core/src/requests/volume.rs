@@ -80,7 +80,7 @@ pub fn ask_for_deletion(
     Ok(Change::Store(volume))
 }
 
-/// Returns the volume with another number of replicas. They are made, and go, while it is attached.
+/// Returns the volume with another number of replicas. They are made and deleted while it is attached.
 ///
 /// # Errors
 /// [`RequestError`] has the obstacle.

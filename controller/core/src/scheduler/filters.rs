@@ -128,12 +128,12 @@ const DISK_FILTERS: &[DiskFilter] = &[
     },
 ];
 
-/// Returns true if a replica can go to that node at all.
+/// Returns true if that node can have the replica at all.
 pub(super) fn takes(request: &PlacementRequest, node: &NodeCandidate, zone: &Zone) -> bool {
     NODE_FILTERS.iter().all(|filter| (filter.takes)(request, node, zone))
 }
 
-/// Returns true if a replica can go to that disk, if it can go to its node.
+/// Returns true if that disk can have the replica, provided that its node can.
 pub(super) fn takes_on(request: &PlacementRequest, disk: &DiskCandidate) -> bool {
     DISK_FILTERS.iter().all(|filter| (filter.takes)(request, disk))
 }

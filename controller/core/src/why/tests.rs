@@ -222,7 +222,7 @@ fn volumes_that_are_copied_or_compared() {
         ..status_of_engine(1, EnginePhase::Serving)
     });
     let words = [
-        "is being rebuilt: 60 % done, 4 GiB of 10 GiB to go at 100 MiB/s, about 40 s left",
+        "is being rebuilt: 60 % done, 4 GiB of 10 GiB remaining at 100 MiB/s, about 40 s left",
         "an unclean stop: 50 % done",
     ];
     check("rebuilding", &case, false, &words);

@@ -287,7 +287,7 @@ mod tests {
         api.set("deletionTimestamp", json!("2026-01-01T00:00:00Z"));
         assert_eq!(VolumeKeys::open(&secrets, &needing).await.unwrap().fingerprint(), first);
         assert_eq!(api.finalizers(), json!([KEY_FINALIZER]));
-        // Without volumes it may go, and the next cluster gets another key.
+        // Without volumes the key may be deleted, and the next cluster gets another one.
         let next = VolumeKeys::open(&secrets, &[volume("new", None, false)]).await.unwrap().fingerprint();
         assert_ne!(next, first);
         let lost = VolumeKeys::open(&secrets, &needing).await.unwrap_err();

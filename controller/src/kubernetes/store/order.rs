@@ -1,5 +1,5 @@
 //! Decides which version of an object is the newest. Versions come from watches, from lists and as the
-//! answers to own writes, in any order. The state that the reconcilers see must never go back.
+//! answers to own writes, in any order. The reconcilers must never see an older state after a newer one.
 //!
 //! Resource versions of one kind rise with every change. So a known object is replaced by newer versions
 //! only. An unknown one is either new, or was removed and arrives late. A watch delivers in order, so all

@@ -23,7 +23,7 @@ impl Saves {
         if self.0.load(Ordering::SeqCst) == number {
             return Ok(());
         }
-        // It has waited for so long that its caller got an error, and has gone on to another state.
+        // Its caller got an error because of the wait, and has stored another state since.
         let message = "another state of the CA was to be stored since".to_owned();
         Err(StoreError::Unavailable { message })
     }

@@ -52,7 +52,7 @@ struct Options {
     /// Replay one random walk
     #[arg(long, value_name = "SEED", conflicts_with = "search")]
     walk_seed: Option<u64>,
-    /// Walk at random for so long
+    /// Walk at random for this number of seconds
     #[arg(long, default_value_t = 60, conflicts_with_all = ["search", "walk_seed"])]
     seconds: u64,
     /// The seed of the first of these walks; those after it have the numbers that follow

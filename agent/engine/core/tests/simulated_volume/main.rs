@@ -7,8 +7,8 @@
 //!
 //! - Whenever a request ends, all members are compared at once. tests/sim compares the answers of reads, and
 //!   the replicas at the end of a run.
-//! - Discards and writes of zeroes are longer than a piece of a copy. If they fail, the members are made
-//!   equal in several pieces. No request in tests/sim is so long.
+//! - Discards and writes of zeroes are longer than a piece of a copy. If they fail, a resync copies several
+//!   pieces. No request in tests/sim has that length.
 
 #![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 

@@ -219,7 +219,7 @@ fn a_refused_view_begins_no_set() {
 fn whatever_fails_no_view_is_left_without_its_sets() {
     let check = |disk: &Memory, state: &ReplicaState| {
         check_promise(disk);
-        assert!(disk.lost_cache, "it is recorded before anybody hears of it");
+        assert!(disk.lost_cache, "it is recorded before any answer");
         assert!(state.failure().is_some());
         let mut disk = Memory { fails: None, ..disk.clone() };
         let next = disk.start();
@@ -390,7 +390,7 @@ fn pause_s(state: &ReplicaState) -> Option<u64> {
     state.failure().unwrap().pause_before_end().map(|pause| pause.as_secs())
 }
 
-/// Fails once after it has served for so long.
+/// Fails once after it has served for the given time.
 fn failed_after(disk: &mut Memory, served: Duration) -> ReplicaState {
     let mut state = disk.start();
     state.served_for(served);

@@ -211,7 +211,7 @@ fn a_replica_that_is_lost_while_its_volume_cannot_leave_is_replaced() {
     assert_eq!((status.state, status.robustness), (VolumeState::Detaching, Robustness::Degraded));
     let new = cluster.replicas.values().find(|replica| replica.spec.node_id.as_str() == "c");
     let new = new.expect("another one is made").clone();
-    // Its process runs: the engine hears of it.
+    // The engine learns of the replica once its process runs.
     assert!(!calls.iter().any(|call| tells_of(call, new.spec.replica_id)), "{calls:#?}");
     let status = StoredReplicaStatus {
         current_state: CurrentState::Running,

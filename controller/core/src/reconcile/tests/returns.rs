@@ -165,7 +165,7 @@ fn a_node_that_was_given_up_and_is_back_in_the_middle_of_a_deletion_changes_noth
     let mut b = cluster.nodes["b"].clone();
     b.metadata.deletion_timestamp = Some(now());
     cluster.insert(b.into());
-    // Until the first replica is to go.
+    // Until the first replica is to be deleted.
     for _ in 0..3 {
         act(&mut cluster, &agents, &Key::new(Kind::Volume, "v"));
     }

@@ -106,7 +106,11 @@ fn one_that_is_a_moment_ahead_of_the_others_on_its_disk_drops_none_of_them() {
     bench.reply(2, 1, Ok(()));
     let since_ms = bench.now_ms;
     let (dropped, _) = pass(&mut bench, 3 * TIMEOUT_MS, &[1], &[]);
-    assert_eq!(dropped, [(since_ms + TIMEOUT_MS / 2, 1)], "the others have been able to go on for a while");
+    assert_eq!(
+        dropped,
+        [(since_ms + TIMEOUT_MS / 2, 1)],
+        "the others have been able to continue for a while"
+    );
 }
 
 #[test]
