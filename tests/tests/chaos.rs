@@ -82,7 +82,7 @@ fn kill_at_random(volume: &LocalVolume, load: &Load, seed: u64, time: Duration) 
     Ok(kills)
 }
 
-/// Members differ where an engine dies between them; the next one makes them equal before it serves.
+/// Members differ if an engine dies between writes to them; the next one resyncs them before it serves.
 #[test]
 fn members_are_equal_after_every_death_of_the_engine() -> Result<()> {
     const DEATHS: u32 = 25;

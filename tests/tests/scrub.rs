@@ -100,7 +100,7 @@ fn found(scrub: &ScrubStatus) -> (u64, u64, &str) {
 }
 
 /// Makes a volume whose directories have the snapshots `first` and `second` and a head above them, all made
-/// while nothing ran. So they have the same layout, which an engine that makes members equal does not ensure.
+/// while nothing ran. So they have the same layout, which a resync does not ensure.
 fn with_snapshots(folder: &tempfile::TempDir, replicas: usize) -> Result<BareVolume> {
     let volume = BareVolume::start(options(folder, replicas))?;
     again(folder, volume, replicas, |store| {

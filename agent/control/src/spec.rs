@@ -107,8 +107,8 @@ pub struct EngineSpec {
     #[serde(default)]
     pub rebuild: RebuildLimits,
     /// The time after the last write to a region after which the members count as equal there, in
-    /// milliseconds. After the engine's death, its successor resyncs only regions that were written since.
-    /// Short: little has to be made equal then. Long: a region that is in use is not marked dirty again and
+    /// milliseconds. After the engine's death, its successor resyncs only regions that were written since. A
+    /// short time makes resyncs small. With a long one, a region that is in use is not marked dirty again and
     /// again before it is written. While that is no more than 1 GiB, it is twelve times as long. 0: regions
     /// are cleared only at the engine's orderly end, and an interrupted copy to a replica starts over.
     #[serde(

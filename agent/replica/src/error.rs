@@ -117,7 +117,7 @@ pub enum ReplicaError {
     /// A repair writes pages of a set of regions, and the kernel is writing one. It ends soon.
     #[error("{0} cannot be repaired while the write-intent log is written: try again")]
     SetBeingWritten(ByteRange),
-    /// A repair would bring back a block that a request is modifying.
+    /// A repair would restore a block that a request is modifying.
     #[error("a request is modifying {0}, which the layer has lost: try again")]
     BeingModified(ByteRange),
     /// A repair would show data or hide it, and no checksum says which is right.

@@ -243,12 +243,12 @@ pub struct EngineStatus {
     /// The view that waits for the arbiter's grant: requests wait, or the start does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub grant_wanted: Option<GrantWanted>,
-    /// Regions that are made equal after an unclean stop, while there are any.
+    /// The progress of the resync after an unclean stop, while one is under way.
     // The key of the control socket, which programs of other versions read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[serde(rename = "equalising")]
     pub resync: Option<CopyStatus>,
-    /// The last or current scrub, if there was one.
+    /// The last or current scrub, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scrub: Option<ScrubStatus>,
     /// The differences that reads have found while no scrub was under way, if any.

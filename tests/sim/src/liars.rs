@@ -44,7 +44,7 @@ impl Simulation {
             }
             Some(members) if self.has_honest_source(&members) => {
                 if let Some(absent) = self.absent() {
-                    self.violate(format!("{absent} is not brought back from a member that does not lie"));
+                    self.violate(format!("{absent} is not rebuilt from a member that does not lie"));
                 }
             }
             _ => {}

@@ -75,7 +75,7 @@ pub enum Sabotage {
     ClearWithoutFlush,
     /// Requests that overlap are in flight together.
     NoRangeTable,
-    /// After a write that only some members had space for, the members are not made equal again.
+    /// After a write that only some members had space for, the members are not resynced.
     NoGiveBack,
     /// Engines draw no nonce, and replicas answer a proposal that they do not store like one that they have
     /// stored.

@@ -1,4 +1,4 @@
-//! The tasks of an engine process beside serving: open the volume, then bring replicas back, expand them and
+//! The tasks of an engine process beside serving: open the volume, then rebuild replicas, expand them and
 //! give them up. The steps are those of [`shorthorn_recovery`], over simulated connections.
 
 mod attempt;

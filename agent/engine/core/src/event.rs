@@ -409,7 +409,7 @@ pub enum Output {
 /// The progress of copies and comparisons, in bytes of regions, whether allocated or not.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CopyProgress {
-    /// Left to make equal after an unclean stop.
+    /// The rest of the resync after an unclean stop.
     pub resync_left_bytes: u64,
     /// Replicas that are being rebuilt, with the number of bytes left.
     pub rebuilds: Vec<(PeerIndex, u64)>,

@@ -14,7 +14,7 @@
 //!   nothing that the replica has not answered, and sends nothing new. If half of the members are left, it is
 //!   committed when the arbiter has granted the view; a further loss meanwhile is the end.
 //! - Members without space for a modification leave if more than half of the view has done it. Else it fails,
-//!   after all have been made equal in its range.
+//!   after all have been resynced in its range.
 //! - A member that is connected and does not answer is dropped if the others can continue without it.
 //!   Otherwise the core waits for it, up to a limit.
 //! - If the members may differ at the start, regions are copied from one of them to all others. No request

@@ -43,7 +43,7 @@ pub(crate) enum NoSpaceAction {
     Drop,
     /// The engine may drop them as soon as the others are not slow.
     Wait,
-    /// The request fails, and all members are made equal.
+    /// The request fails, and all members are resynced.
     Fail,
 }
 

@@ -9,7 +9,7 @@
 //! - [`ReplicaLink`]: a connection to one replica that has taken this engine.
 //! - [`OpeningEngine`]: the process while it opens the volume.
 //! - [`ServingEngine`]: the process while it serves.
-//! - [`ReplicaRebuild`]: the task that brings one replica back.
+//! - [`ReplicaRebuild`]: the task that rebuilds one replica.
 //!
 //! [`Offenders`] are the replicas that an attempt to open the volume leaves out. [`BadSources`] are the
 //! members that the next copy does not read. [`DropHistory`] decides how soon a dropped replica may come

@@ -112,8 +112,8 @@ impl Offenders {
     }
 }
 
-/// The members that were read to bring one replica back and have failed in that: the next attempt takes
-/// another one. It is kept from one attempt to the next, by the task that brings the replica back.
+/// The members that were read to rebuild one replica and have failed: the next attempt reads another one. The
+/// rebuild task keeps the list from one attempt to the next.
 #[derive(Debug, Default)]
 pub struct BadSources {
     /// The number of failures of each replica; at most one entry for each replica of the volume.

@@ -1,6 +1,5 @@
-//! Makes one attempt to bring a replica back into the view. The attempt finds the regions that the replica
-//! lacks, and makes it a copy if its former data does not count. Then it hands the replica to the core, which
-//! copies the rest.
+//! Makes one attempt to rebuild a replica. The attempt finds the regions that the replica lacks, and makes it
+//! a copy if its former data does not count. Then it hands the replica to the core, which copies the rest.
 
 mod error;
 mod missing_regions;
@@ -32,7 +31,7 @@ pub const OTHER_RUN: &str = "the replica restarted during the attempt";
 /// The reason why a copy has to be made again.
 pub const SOURCE_HAS_LEFT: &str = "the member that it was copied from has left";
 
-/// The task that brings one replica back. Each replica has only one.
+/// The task that rebuilds one replica. Each replica has only one.
 pub trait ReplicaRebuild {
     /// The engine that it belongs to.
     type Engine: ServingEngine;

@@ -1,4 +1,4 @@
-//! A replica is brought back while the volume changes. It is given up and another one gets its number, or the
+//! A replica is rebuilt while the volume changes. It is given up and another one gets its number, or the
 //! member that it is copied from leaves.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -34,7 +34,7 @@ fn finish<T>(steps: impl Future<Output = T>) -> T {
     }
 }
 
-/// Makes the first attempt to bring the replica back.
+/// Makes the first attempt to rebuild the replica.
 fn rebuild(engine: &Engine) -> Result<(), RebuildError<Gone>> {
     finish(shorthorn_recovery::rebuild(&engine, &mut BadSources::default()))
 }

@@ -1,4 +1,4 @@
-//! The engine as [`shorthorn_recovery`] drives it, to bring a replica back.
+//! The engine as [`shorthorn_recovery`] drives it, to rebuild a replica.
 
 use std::sync::mpsc;
 use std::time::Duration;

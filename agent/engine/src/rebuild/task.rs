@@ -28,7 +28,7 @@ const LONGEST_UNREAD_PAUSE: Duration = Duration::from_secs(300);
 /// A message from the main thread to a rebuild task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TaskCommand {
-    /// The replica is not in the view: bring it back after the delay.
+    /// The replica is not in the view: rebuild it after the delay.
     Start(RebuildDelay),
     /// The reason for a pause is gone.
     EndDelay,
@@ -38,7 +38,7 @@ pub(super) enum TaskCommand {
     End,
 }
 
-/// The reason why an attempt did not bring the replica back.
+/// The reason why an attempt to rebuild the replica failed.
 pub(super) type RebuildError = shorthorn_recovery::RebuildError<ConnectError>;
 
 /// The thread of one replica.
@@ -52,7 +52,7 @@ pub(super) struct RebuildTask {
     cause: Option<String>,
     /// A delay that was requested during an attempt: it begins when the attempt has failed.
     later: Cell<Option<RebuildDelay>>,
-    /// Members that could not be read to bring the replica back.
+    /// Members that could not be read for the rebuild.
     bad_sources: BadSources,
     /// The number of attempts in a row in which no member could give a block of a snapshot.
     unread: u32,
@@ -117,7 +117,7 @@ impl RebuildTask {
         }
     }
 
-    /// Tries to bring the replica back until the core has it; false if the rebuild task has to end.
+    /// Tries to rebuild the replica until the core has it; false if the rebuild task has to end.
     fn rebuild_until_done(&mut self) -> bool {
         (self.pause, self.cause) = (FIRST_PAUSE, None);
         loop {
@@ -216,7 +216,7 @@ impl RebuildTask {
         self.report(RebuildProgress::Waiting(message.to_owned()));
         if self.cause.as_deref() != Some(message) {
             let (volume, replica) = (&self.context.connector.volume, self.replica());
-            tracing::warn!(%volume, replica, "a replica is not brought back yet: {message}");
+            tracing::warn!(%volume, replica, "a replica is not rebuilt yet: {message}");
             self.cause = Some(message.to_owned());
         }
         if is_lasting { LASTING_PAUSE } else { self.next_pause() }

@@ -51,7 +51,7 @@ pub enum ModelStep {
         /// The replicas that it has reached, and that are to store nothing.
         left_out: Bits,
     },
-    /// The engine makes its members equal, and proposes its first view to the replicas that it had reached
+    /// The engine resyncs its members, and proposes its first view to the replicas that it had reached
     /// when it chose.
     Begin {
         /// The starting engine.

@@ -1,4 +1,4 @@
-//! The rebuild tasks: each brings one replica back, in the steps of [`shorthorn_recovery::rebuild`].
+//! The rebuild tasks: each rebuilds one replica, in the steps of [`shorthorn_recovery::rebuild`].
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -23,7 +23,7 @@ const UNREAD_LEFT: u32 = 3;
 const SNAPSHOT_PIECES: u64 = 4;
 
 impl EngineHandle {
-    /// Runs the rebuild task of a replica, which brings it back whenever it is absent.
+    /// Runs the rebuild task of a replica, which rebuilds it whenever it is absent.
     pub(super) async fn rebuild_task(&self, peer: usize) {
         let mut bad_sources = BadSources::default();
         loop {
@@ -74,7 +74,7 @@ impl EngineHandle {
         }
     }
 
-    /// Returns the replica to bring back.
+    /// Returns the replica to rebuild.
     fn is_away(&self, peer: usize) -> Option<ReplicaId> {
         let sim = self.sim.borrow();
         let process = sim.engines.get(&self.engine)?;
@@ -257,7 +257,7 @@ impl ServingEngine for EngineHandle {
     }
 }
 
-/// An attempt to bring a replica back.
+/// An attempt to rebuild a replica.
 struct Rebuild<'a> {
     process: &'a EngineHandle,
     peer: usize,

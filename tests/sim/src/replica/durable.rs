@@ -42,7 +42,7 @@ pub struct Durable {
     pub epoch: u64,
     /// The epoch in which `lost` was written.
     pub lost_epoch: u64,
-    /// The host was off while data was not durable, and not all of that has been made equal since.
+    /// The host was off while data was not durable, and not all of that has been resynced since.
     pub power_was_lost: bool,
     /// The number of failures in a row.
     pub failures: u32,

@@ -9,7 +9,7 @@
 //! Otherwise the writer gets the error, and no replica leaves. Half of a view would have to ask the arbiter,
 //! and would hold the only copies while the disks of the others are full. A replica without space may have
 //! done a part of the modification, and others all of it. Before the request fails and leaves its range, the
-//! members are made equal there. The source is one that had no space: all others have room for its data. A
+//! members are resynced there. The source is one that had no space: all others have room for its data. A
 //! discard fails in the same way: a client loses nothing by that, and the volume would lose a replica.
 
 use shorthorn_types::Errno;
@@ -95,7 +95,7 @@ impl EngineCore {
         self.space.no_space_action(self.slots.at(id), &self.membership, &self.timeouts, waited_ms)
     }
 
-    /// Starts to make the replicas equal in the range of the failed request that has waited the longest.
+    /// Starts to resync the replicas in the range of the failed request that has waited the longest.
     pub(super) fn start_resync(&mut self, id: SlotId, out: &mut Outputs) {
         let (members, timeouts, now_ms) = (&self.membership, &self.timeouts, self.clock.now_ms());
         let slots = &self.slots;

@@ -5,7 +5,7 @@ use shorthorn_types::{ByteRange, ReplicaId};
 use super::Source;
 use crate::link::LinkError;
 
-/// The reason why an attempt did not bring the replica back.
+/// The reason why an attempt to rebuild the replica failed.
 #[derive(Debug)]
 pub enum RebuildError<E> {
     /// The replica was given up, or the process ends.

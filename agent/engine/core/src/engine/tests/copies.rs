@@ -1,4 +1,4 @@
-//! Making members equal, clearing write intent, and scrubbing.
+//! Resyncing members, clearing write intent, and scrubbing.
 
 use std::num::NonZeroU64;
 

@@ -41,7 +41,7 @@ fn assert_refuses(bench: &mut Bench, when: &str) {
 fn every_request_is_refused_while_members_are_made_equal_and_afterwards() {
     let mut bench = refusing(3);
     let out = bench.tick(1);
-    assert_eq!(sent_to(&out, COPY), [0], "the members are made equal all the same");
+    assert_eq!(sent_to(&out, COPY), [0], "the members are resynced all the same");
     assert_refuses(&mut bench, "while members differ");
     let out = bench.answer(out, &[]);
     assert!(out.contains(&Output::Resynced));
