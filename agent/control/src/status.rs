@@ -67,7 +67,7 @@ pub struct ScrubCommand {
     /// The maximum number of bytes compared per second; none: no limit.
     #[serde(with = "shorthorn_types::optional::number")]
     pub bytes_per_s: Option<u64>,
-    /// True if the scrub makes differing blocks equal to the majority.
+    /// True if the scrub repairs blocks that differ from the majority.
     pub repair: bool,
 }
 

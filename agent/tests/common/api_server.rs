@@ -108,9 +108,9 @@ impl ApiServer {
         self.state.lock().unwrap().requests.clone()
     }
 
-    /// Waits until so many requests were made.
+    /// Waits until `count` requests were made.
     pub async fn wait_for_requests(&self, count: usize) {
-        wait_for_async("so many requests are made", LIMIT, async || {
+        wait_for_async("the requests are made", LIMIT, async || {
             let made = self.requests().len();
             if made >= count { Ok(()) } else { Err(made) }
         })

@@ -77,7 +77,7 @@ impl<T: Clone + PartialEq> Reflector<T> {
         })
     }
 
-    /// Hears of every change from now on.
+    /// Receives every change from now on.
     pub fn changes(&self) -> watch::Receiver<()> {
         self.changed.subscribe()
     }

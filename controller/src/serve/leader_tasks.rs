@@ -8,7 +8,7 @@ use super::ServeError;
 use crate::kubernetes::events::Events;
 use crate::kubernetes::lease_thread::LeaseThread;
 
-/// Hears the outcome of each call before the lease is held: an error, or none.
+/// Receives the outcome of each call before the lease is held: an error, or none.
 pub(super) type Looked<'a> = &'a (dyn Fn(Option<String>) + Sync);
 
 /// The lease of a leader.

@@ -69,7 +69,7 @@ struct Figures {
     closest: Closest,
 }
 
-/// The wait that came closest to its limit, or went furthest beyond.
+/// The wait that came closest to its limit, or exceeded it most.
 #[derive(Clone, Copy, Debug, Default)]
 struct Closest {
     waited: Duration,

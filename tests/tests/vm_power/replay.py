@@ -37,7 +37,7 @@ def main():
         at += sector_bytes
         length = sectors * sector_bytes
         if flags & DISCARD:
-            # What a discarded sector reads as is not said; zeroes are what the replica expects least.
+            # The content of a discarded sector is undefined; the replica expects zeroes least.
             for part in range(0, length, 1 << 20):
                 zeroes = bytes(min(1 << 20, length - part))
                 os.pwrite(target, zeroes, sector * sector_bytes + part)

@@ -17,7 +17,7 @@ BLOCK_BYTES = 4096
 SECTOR_BYTES = 512
 BLOCKS_PER_ROUND = 8
 FILES = 150
-# Rounds that may have been under way, or durable without anybody having heard of it.
+# Rounds that may have been under way, or durable without a report.
 UNHEARD_ROUNDS = 2000
 
 

@@ -90,7 +90,7 @@ pub struct CopyLimits {
 pub struct ScrubConfig {
     /// The most that is compared; none: no limit.
     pub bytes_per_s: Option<NonZeroU64>,
-    /// True if the scrub makes differing blocks equal to the majority.
+    /// True if the scrub repairs blocks that differ from the majority.
     pub repair: bool,
 }
 
@@ -355,7 +355,7 @@ pub enum Output {
         range: ByteRange,
         /// The replicas that differ from the majority, or all members if no majority exists.
         odd: Vec<PeerIndex>,
-        /// True if they have been made equal to the majority.
+        /// True if the scrub has repaired them.
         repaired: bool,
     },
     /// The checksums of a member show that its data differs from the data that was stored.
@@ -365,7 +365,7 @@ pub enum Output {
         /// The range that contains the rot.
         range: ByteRange,
         /// True if no other member could give the block, so that it was copied unchanged. Otherwise it is
-        /// made equal to a sound one.
+        /// repaired from a sound one.
         is_copied: bool,
     },
     /// A scrub has seen every byte of the volume.

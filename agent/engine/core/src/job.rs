@@ -29,7 +29,7 @@ pub(crate) enum FlushFor {
 pub(crate) struct Check {
     pub range: ByteRange,
     pub checks: [Option<VolumeCheck>; MAX_MEMBERS],
-    /// True if the job makes differing blocks equal to the correct ones.
+    /// True if the job repairs differing blocks.
     pub repairs: bool,
     /// Members that know that they hold something else than was stored there.
     pub rotten: PeerMask,

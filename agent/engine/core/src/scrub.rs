@@ -1,4 +1,4 @@
-//! Comparing the members, a piece at a time, and making those equal to the majority that differ.
+//! Comparing the members, a piece at a time, and repairing those that differ from the majority.
 
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS};
@@ -36,7 +36,7 @@ impl Scrub {
         Scrub { repairs: config.repair, bucket: Bucket::new(limits), next_bytes: 0, narrow_until_bytes: 0 }
     }
 
-    /// Returns true if the scrub makes differing blocks equal to the majority.
+    /// Returns true if the scrub repairs blocks that differ from the majority.
     pub fn repairs(&self) -> bool {
         self.repairs
     }

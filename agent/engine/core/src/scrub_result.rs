@@ -1,8 +1,8 @@
 //! The rule of a scrub: which members are right if they differ, for the volume and for single layers.
 //!
 //! A snapshot's layer never changes, and a member may have kept a sum of it from the last agreement. Such a
-//! sum tells rot from old differences, with two members as well as with three. If no member has kept one, the
-//! majority is right.
+//! sum distinguishes rot from old differences, with two members as well as with three. If no member has kept
+//! one, the majority is right.
 
 use crate::membership::PeerIndex;
 

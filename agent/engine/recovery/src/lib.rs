@@ -1,5 +1,5 @@
-//! The order of the steps of four operations of an engine. It opens a volume ([`open()`]) and brings a
-//! replica back that is not in the view ([`rebuild()`]). It expands the replicas ([`grow_replicas`]) and
+//! The order of the steps of four operations of an engine. It opens a volume ([`open()`]) and rebuilds
+//! a replica that is not in the view ([`rebuild()`]). It expands the replicas ([`grow_replicas`]) and
 //! gives a replica up ([`give_up`]).
 //!
 //! The steps are async functions over traits: the engine process brings blocking connections and threads, the

@@ -28,7 +28,7 @@ pub fn has_udev() -> bool {
     Path::new(CONTROL).exists()
 }
 
-/// Hears all events of block devices from now on.
+/// Receives all events of block devices from now on.
 pub struct Events {
     /// None if no monitor can be opened: then the caller polls.
     monitor: Option<MonitorSocket>,

@@ -126,14 +126,15 @@ impl Disk for ReplicaFiles<'_> {
             DurableStep::RecordLeft => {
                 self.store.set_left(true)?;
                 tracing::info!(
-                    "the replica is not in the view of its volume: volume.meta tells Longhorn that it lacks \
-                     data"
+                    "the replica is not in the view of its volume: volume.meta says to Longhorn that it \
+                     lacks data"
                 );
             }
             DurableStep::RecordMember => {
                 self.store.set_left(false)?;
                 tracing::info!(
-                    "the replica is in the view of its volume: volume.meta tells Longhorn that it is complete"
+                    "the replica is in the view of its volume: volume.meta says to Longhorn that it is \
+                     complete"
                 );
             }
         }

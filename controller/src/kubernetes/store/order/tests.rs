@@ -25,7 +25,7 @@ enum Heard {
     Gone(u8, u64),
 }
 
-/// An API server, and the memory that hears of it.
+/// An API server, and the memory that follows its objects.
 #[derive(Default)]
 struct Model {
     version: u64,
