@@ -1,5 +1,6 @@
 //! Checks the style that rustfmt and clippy leave alone: comments, errors, files and functions of Rust, and
-//! comments of the gRPC interfaces. Sentences of the documentation count, too.
+//! comments of the gRPC interfaces. Sentences of the documentation count, too, and comments of scripts,
+//! units, TOML and YAML.
 //!
 //! Each constant is the exact number of violations. A change that removes some lowers the constant with it.
 
@@ -9,17 +10,19 @@ mod fillers;
 mod functions;
 #[path = "tidy/sleeps.rs"]
 mod sleeps;
+#[path = "tidy/sources.rs"]
+mod sources;
 #[path = "tidy/texts.rs"]
 mod texts;
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use fillers::{fillers, verbless};
 use functions::{avoided_names, long_functions};
 use sleeps::unexplained_sleeps;
-use texts::{Kind, Text, count_words, of_markdown, of_proto, of_rust, sentences};
+use sources::{interfaces, pages, settings, sources};
+use texts::{Kind, Text, count_words, of_markdown, of_proto, of_rust, of_settings, sentences};
 
 /// Doc comments whose first line starts with one of [`OPENERS`].
 const BAD_OPENINGS: usize = 0;
@@ -27,6 +30,8 @@ const BAD_OPENINGS: usize = 0;
 const BAD_ERRORS: usize = 0;
 /// Comments of .proto files that start with one of [`OPENERS`].
 const BAD_PROTO_COMMENTS: usize = 0;
+/// Comments of scripts, units, TOML and YAML that start with one of [`OPENERS`].
+const BAD_SETTINGS_COMMENTS: usize = 0;
 /// Doc comments that only repeat names: of the item, of its type, of the variant and the type around it.
 const FILLERS: usize = 0;
 /// Doc comments that begin without a verb, like "To which replica."
@@ -88,15 +93,24 @@ const OPENERS: [&str; 28] = [
 /// Words that hide the actor, in lower case. Parts of names do not count; tidy/functions.rs checks those.
 const AVOIDED: [&str; 4] = ["nobody", "somebody", "whoever", "there is no"];
 /// More words that hide the actor, and forms that negate a noun. Code in backquotes may have them.
-const AVOIDED_IN_TEXTS: [&str; 8] = [
+const AVOIDED_IN_TEXTS: [&str; 17] = [
+    "go on",
     "goes",
+    "gone on",
+    "heard",
+    "hears",
     "how-manieth",
     "how-many",
+    "is to go",
+    "made equal",
+    "so many",
     "taken away",
+    "tells",
     "there are no",
     "there was no",
     "there were no",
     "told",
+    "went",
 ];
 /// Words that a reason must not start with: it follows a name in most messages, and stands alone in some.
 const LITERAL_OPENERS: [&str; 4] = ["it", "its", "one", "that"];
@@ -126,7 +140,8 @@ impl Source {
             match self.path.extension().and_then(|extension| extension.to_str()) {
                 Some("rs") => of_rust(&text),
                 Some("proto") => of_proto(&text),
-                _ => of_markdown(&text),
+                Some("md") => of_markdown(&text),
+                _ => of_settings(&text),
             }
         })
     }
@@ -317,50 +332,6 @@ fn long_file(source: &Source) -> Option<String> {
     (count > FILE_LINES_MAX).then(|| format!("{}: {count} lines", source.path.display()))
 }
 
-/// Adds all files under `folder` with that extension, except for build outputs and hidden folders.
-fn add_sources(root: &Path, folder: &Path, extension: &str, sources: &mut Vec<Source>) {
-    for entry in fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {
-        let path = entry.unwrap_or_else(|error| panic!("{}: {error}", folder.display())).path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        if path.is_symlink() || name.starts_with('.') || name == "target" {
-            continue;
-        }
-        if path.is_dir() {
-            add_sources(root, &path, extension, sources);
-        } else if path.extension().is_some_and(|found| found == extension) {
-            let text =
-                fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-            sources.push(Source::new(path.strip_prefix(root).unwrap_or(&path), &text));
-        }
-    }
-}
-
-/// Returns all Rust files of the workspace, in the order of their paths.
-fn sources() -> &'static [Source] {
-    static FILES: OnceLock<Vec<Source>> = OnceLock::new();
-    let sources = FILES.get_or_init(|| files_with("rs"));
-    assert!(sources.len() > 100, "only {} files", sources.len());
-    sources
-}
-
-fn interfaces() -> &'static [Source] {
-    static FILES: OnceLock<Vec<Source>> = OnceLock::new();
-    FILES.get_or_init(|| files_with("proto"))
-}
-
-fn pages() -> &'static [Source] {
-    static FILES: OnceLock<Vec<Source>> = OnceLock::new();
-    FILES.get_or_init(|| files_with("md"))
-}
-
-fn files_with(extension: &str) -> Vec<Source> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let mut sources = Vec::new();
-    add_sources(&root, &root, extension, &mut sources);
-    sources.sort_by(|a, b| a.path.cmp(&b.path));
-    sources
-}
-
 fn check(found: &[String], allowed: usize, constant: &str, rule: &str) {
     assert!(
         found.len() == allowed,
@@ -392,6 +363,15 @@ fn comments_of_interfaces_start_with_the_thing() {
 }
 
 #[test]
+fn comments_of_settings_and_scripts_start_with_the_thing() {
+    let files = settings();
+    assert!(files.len() >= 100, "only {} files", files.len());
+    let found: Vec<String> = files.iter().flat_map(bad_settings_comments).collect();
+    let rule = "the first line of a comment names the thing";
+    check(&found, BAD_SETTINGS_COMMENTS, "BAD_SETTINGS_COMMENTS", rule);
+}
+
+#[test]
 fn docs_say_more_than_the_name() {
     let found: Vec<String> = sources().iter().flat_map(fillers).collect();
     check(&found, FILLERS, "FILLERS", "a doc comment says something that the name does not");
@@ -411,7 +391,7 @@ fn lines_are_short() {
 
 #[test]
 fn actors_are_named() {
-    let found: Vec<String> = sources().iter().flat_map(avoided_words).collect();
+    let found: Vec<String> = sources().iter().chain(settings()).flat_map(avoided_words).collect();
     check(&found, AVOIDED_WORDS, "AVOIDED_WORDS", "name the actor, and negate the verb");
 }
 
@@ -425,7 +405,13 @@ fn bad_headings(source: &Source) -> Vec<String> {
 
 /// Returns the files whose sentences count.
 fn files_with_prose() -> impl Iterator<Item = &'static Source> {
-    sources().iter().chain(interfaces()).chain(pages())
+    sources().iter().chain(interfaces()).chain(pages()).chain(settings())
+}
+
+/// Returns the comments of a script, unit, TOML or YAML file that have a bad opening.
+fn bad_settings_comments(source: &Source) -> Vec<String> {
+    let bad = source.texts().iter().filter(|text| has_bad_opening(&text.text));
+    bad.map(|text| source.at(text.first, text.text.lines().next().unwrap_or_default())).collect()
 }
 
 #[test]
@@ -500,6 +486,16 @@ fn errors_count_on_the_line_of_the_attribute_and_on_the_next() {
 fn only_the_first_line_of_a_proto_comment_counts() {
     let text = "  // A node,\n  // what else.\n  string a = 1;\n  // Whether it is.\n";
     assert_eq!(bad_proto_comments(&Source::new("a.proto", text)), ["a.proto:4: Whether it is."]);
+}
+
+#[test]
+fn comments_and_descriptions_of_settings_have_sentences() {
+    let text =
+        "#!/bin/sh\n# It is\n# one text.\nset -e # It is not.\n    # The end.\n  description: \"Its end.\"\n";
+    let source = Source::new("a.yaml", text);
+    assert_eq!(bad_settings_comments(&source), ["a.yaml:2: It is", "a.yaml:6: Its end."]);
+    let found: Vec<String> = prose(&source).into_iter().map(|(_, sentence)| sentence).collect();
+    assert_eq!(found, ["It is one text.", "The end.", "Its end."]);
 }
 
 #[test]

@@ -1,10 +1,11 @@
-//! The texts in a file: comments and string literals of Rust, comments of .proto files, pages of Markdown.
+//! The texts in a file: comments and string literals of Rust, comments of .proto files, pages of Markdown,
+//! comments of scripts and settings.
 
 /// The origin of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Lines of comments with the same marker that follow each other, or a page of Markdown: the last
-    /// character of the marker.
+    /// Lines of comments that follow each other, a page of Markdown, or a description of YAML. All lines have
+    /// the same marker, with this last character.
     Comment(char),
     /// A string literal, without the line breaks that `\` hides.
     Literal,
@@ -123,6 +124,37 @@ pub fn of_proto(source: &str) -> Vec<Text> {
 pub fn of_markdown(source: &str) -> Vec<Text> {
     let last = source.lines().count().saturating_sub(1);
     vec![Text { kind: Kind::Comment('#'), first: 0, last, text: source.to_owned() }]
+}
+
+/// Returns the comments after `#` that have lines of their own, and the descriptions of YAML in one line.
+pub fn of_settings(source: &str) -> Vec<Text> {
+    let mut texts: Vec<Text> = Vec::new();
+    for (at, line) in source.lines().enumerate() {
+        let line = line.trim();
+        if let Some(comment) = line.strip_prefix('#').filter(|comment| !comment.starts_with('!')) {
+            let comment = comment.trim_start_matches('#').trim();
+            let is_more = |before: &&mut Text| before.kind == Kind::Comment('#') && before.last + 1 == at;
+            match texts.last_mut().filter(is_more) {
+                Some(before) => {
+                    before.last = at;
+                    before.text.push('\n');
+                    before.text.push_str(comment);
+                }
+                None => texts.push(Text {
+                    kind: Kind::Comment('#'),
+                    first: at,
+                    last: at,
+                    text: comment.to_owned(),
+                }),
+            }
+        }
+        let value = ["description: ", "summary: "].iter().find_map(|key| line.strip_prefix(*key));
+        if let Some(value) = value {
+            let text = value.trim_matches('"').to_owned();
+            texts.push(Text { kind: Kind::Comment(':'), first: at, last: at, text });
+        }
+    }
+    texts
 }
 
 /// Returns the sentences of a text with the indexes of their first lines. Tables, blocks of code and headings
