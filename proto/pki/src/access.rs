@@ -7,7 +7,7 @@ use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Service, http};
 use tower_layer::Layer;
 
-use crate::guard::TlsPeer;
+use crate::certificate_check::TlsPeer;
 use crate::role::Role;
 
 /// The kinds of callers.

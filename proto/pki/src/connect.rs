@@ -19,8 +19,8 @@ use tonic::codegen::http::Uri;
 use tonic::codegen::{BoxFuture, Service};
 
 use crate::certificate::Certificate;
+use crate::certificate_check::{CertificateCheck, CheckedConnection, Limit, TlsPeer};
 use crate::credentials::Credentials;
-use crate::guard::{Guard, Guarded, Limit, TlsPeer};
 use crate::pinned::enrolment_config;
 use crate::role::Role;
 use crate::trust::{Pin, Usage};
@@ -173,10 +173,10 @@ impl Connector {
         let shaken = limited(shaking).await;
         let stream =
             shaken.map_err(|error| ConnectError::Handshake { address, error: plain_words(error) })?;
-        self.guarded(stream, address)
+        self.checked(stream, address)
     }
 
-    fn guarded(
+    fn checked(
         &self,
         stream: TlsStream<TcpStream>,
         address: SocketAddr,
@@ -188,7 +188,7 @@ impl Connector {
         let leaf = stream.get_ref().1.peer_certificates().and_then(<[_]>::first).cloned();
         let leaf = leaf.ok_or_else(|| failed(io::Error::other("the server has no certificate")))?;
         let certificate = Certificate::from_der(&leaf).map_err(|error| failed(io::Error::other(error)))?;
-        let guard = Guard {
+        let check = CertificateCheck {
             credentials: credentials.clone(),
             leaf: leaf.into_owned(),
             usage: Usage::Server,
@@ -198,8 +198,8 @@ impl Connector {
             _friend: None,
         };
         let peer = TlsPeer { address, certificate: Some(Arc::new(certificate)) };
-        let limit = Limit::Certificate(Box::new(guard));
-        Ok(ClientConnection::Tls(Box::new(Guarded { stream, limit, peer })))
+        let limit = Limit::Certificate(Box::new(check));
+        Ok(ClientConnection::Tls(Box::new(CheckedConnection { stream, limit, peer })))
     }
 }
 
@@ -240,7 +240,7 @@ pub enum ClientConnection {
     /// To a server whose CA has the pin of a join token.
     Pinned(Box<TlsStream<TcpStream>>),
     /// To a server with a certificate of the expected role.
-    Tls(Box<Guarded<TlsStream<TcpStream>>>),
+    Tls(Box<CheckedConnection<TlsStream<TcpStream>>>),
 }
 
 macro_rules! delegate {

@@ -15,9 +15,9 @@ use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 
 use crate::certificate::Certificate;
+use crate::certificate_check::{CertificateCheck, CheckedConnection, Limit, TlsPeer};
 use crate::connection_slots::{CertifiedConnection, Sources, UncertifiedSlot, lock};
 use crate::credentials::{ClientAuth, Credentials};
-use crate::guard::{Guard, Guarded, Limit, TlsPeer};
 use crate::handshakes::{Begun, HandshakeOutcome, TlsHandshakes};
 use crate::trust::Usage;
 
@@ -58,7 +58,7 @@ impl Default for Limits {
 }
 
 /// Connections that have passed the handshake, for `serve_with_incoming` of tonic. Ends when it is dropped.
-pub type Incoming = ReceiverStream<io::Result<Guarded<TlsStream<TcpStream>>>>;
+pub type Incoming = ReceiverStream<io::Result<CheckedConnection<TlsStream<TcpStream>>>>;
 
 /// Accepts connections on `listener`, until the stream is dropped.
 ///
@@ -96,7 +96,7 @@ struct Door {
     strangers: Arc<Semaphore>,
 }
 
-type AcceptedSender = mpsc::Sender<io::Result<Guarded<TlsStream<TcpStream>>>>;
+type AcceptedSender = mpsc::Sender<io::Result<CheckedConnection<TlsStream<TcpStream>>>>;
 
 async fn accept(listener: TcpListener, door: Arc<Door>, ready: AcceptedSender) {
     let mut running = JoinSet::new();
@@ -146,7 +146,7 @@ async fn handshake(
     };
     let shaken = tokio::time::timeout(door.limits.handshake_timeout, shake).await;
     match &shaken {
-        Ok(Ok(guarded)) if guarded.peer().certificate.is_some() => {
+        Ok(Ok(connection)) if connection.peer().certificate.is_some() => {
             shaking.outcome = HandshakeOutcome::Authenticated;
             if !lock(&door.handshakes).keep(shaking.begun) {
                 return; // at this moment, a newer one has taken its place
@@ -156,7 +156,7 @@ async fn handshake(
         _ => {}
     }
     match shaken {
-        Ok(Ok(guarded)) => drop(ready.send(Ok(guarded)).await),
+        Ok(Ok(connection)) => drop(ready.send(Ok(connection)).await),
         Ok(Err(error)) => door.log(address, &error),
         Err(_) => door.log(address, &"not done in time"),
     }
@@ -186,7 +186,7 @@ impl Door {
         &self,
         stream: TcpStream,
         address: SocketAddr,
-    ) -> io::Result<Guarded<TlsStream<TcpStream>>> {
+    ) -> io::Result<CheckedConnection<TlsStream<TcpStream>>> {
         stream.set_nodelay(true)?;
         let stream = self.acceptor.accept(stream).await?;
         let leaf = stream.get_ref().1.peer_certificates().and_then(<[_]>::first).cloned();
@@ -196,10 +196,14 @@ impl Door {
             let until = Instant::now() + self.limits.stranger_limit;
             let timer = Box::pin(tokio::time::sleep(self.limits.stranger_limit));
             let peer = TlsPeer { address, certificate: None };
-            return Ok(Guarded { stream, limit: Limit::Stranger { until, timer, _held: held }, peer });
+            return Ok(CheckedConnection {
+                stream,
+                limit: Limit::Stranger { until, timer, _held: held },
+                peer,
+            });
         };
         let certificate = Certificate::from_der(&leaf).map_err(io::Error::other)?;
-        let guard = Guard {
+        let check = CertificateCheck {
             credentials: self.credentials.clone(),
             leaf: leaf.into_owned(),
             usage: Usage::Client,
@@ -209,7 +213,7 @@ impl Door {
             _friend: Some(CertifiedConnection::connect(&self.handshakes, address)),
         };
         let peer = TlsPeer { address, certificate: Some(Arc::new(certificate)) };
-        Ok(Guarded { stream, limit: Limit::Certificate(Box::new(guard)), peer })
+        Ok(CheckedConnection { stream, limit: Limit::Certificate(Box::new(check)), peer })
     }
 }
 

@@ -6,7 +6,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use shorthorn_pki::{ClientAuth, Credentials, Guarded, Limits};
+use shorthorn_pki::{CheckedConnection, ClientAuth, Credentials, Limits};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio_rustls::server::TlsStream;
@@ -22,7 +22,7 @@ const READY_MAX: usize = 16;
 const BIND_PAUSE: Duration = Duration::from_secs(1);
 const BIND_PAUSE_MAX: Duration = Duration::from_secs(30);
 
-type Accepted = io::Result<Guarded<TlsStream<TcpStream>>>;
+type Accepted = io::Result<CheckedConnection<TlsStream<TcpStream>>>;
 
 /// Connections of clients that have shown a certificate of the cluster.
 pub type Incoming = Pin<Box<dyn Stream<Item = Accepted> + Send>>;

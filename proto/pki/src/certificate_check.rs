@@ -38,7 +38,7 @@ impl TlsPeer {
 
 /// Checks one connection.
 #[derive(Debug)]
-pub(crate) struct Guard {
+pub(crate) struct CertificateCheck {
     pub(crate) credentials: Credentials,
     pub(crate) leaf: CertificateDer<'static>,
     pub(crate) usage: Usage,
@@ -51,7 +51,7 @@ pub(crate) struct Guard {
     pub(crate) _friend: Option<CertifiedConnection>,
 }
 
-impl Guard {
+impl CertificateCheck {
     /// Costs a read of the clock, and after a replacement a verification.
     fn check(&mut self) -> io::Result<()> {
         let now = now();
@@ -70,23 +70,23 @@ impl Guard {
 #[derive(Debug)]
 pub(crate) enum Limit {
     /// The peer has shown a certificate.
-    Certificate(Box<Guard>),
+    Certificate(Box<CertificateCheck>),
     /// The peer has shown none: such connections are few and short.
     Stranger { until: Instant, timer: Pin<Box<Sleep>>, _held: UncertifiedSlot },
 }
 
 /// A connection whose peer is checked whenever it receives data.
 #[derive(Debug)]
-pub struct Guarded<T> {
+pub struct CheckedConnection<T> {
     pub(crate) stream: T,
     pub(crate) limit: Limit,
     pub(crate) peer: TlsPeer,
 }
 
-impl<T> Guarded<T> {
+impl<T> CheckedConnection<T> {
     fn check(&mut self) -> io::Result<()> {
         match &mut self.limit {
-            Limit::Certificate(guard) => guard.check(),
+            Limit::Certificate(check) => check.check(),
             Limit::Stranger { until, .. } if Instant::now() > *until => Err(open_for_too_long()),
             Limit::Stranger { .. } => Ok(()),
         }
@@ -102,7 +102,7 @@ fn open_for_too_long() -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, "a connection without a certificate was open for too long")
 }
 
-impl<T: AsyncRead + Unpin> AsyncRead for Guarded<T> {
+impl<T: AsyncRead + Unpin> AsyncRead for CheckedConnection<T> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -129,7 +129,7 @@ impl<T: AsyncRead + Unpin> AsyncRead for Guarded<T> {
     }
 }
 
-impl<T: AsyncWrite + Unpin> AsyncWrite for Guarded<T> {
+impl<T: AsyncWrite + Unpin> AsyncWrite for CheckedConnection<T> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -148,7 +148,7 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Guarded<T> {
     }
 }
 
-impl<T> Connected for Guarded<T> {
+impl<T> Connected for CheckedConnection<T> {
     type ConnectInfo = TlsPeer;
     fn connect_info(&self) -> TlsPeer {
         self.peer.clone()
