@@ -15,7 +15,7 @@
 //! that were cordoned later, or not at all. Of two concurrent drains, the first one therefore proceeds, and
 //! the second one waits.
 
-pub mod guards;
+pub mod guard_pods;
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Parser;
 use shorthorn_controller::config::{Cli, Config, ControllerCommand, CrdsArgs};
 use shorthorn_controller::kubernetes::crds::{self, Rules};
-use shorthorn_controller::kubernetes::guard;
+use shorthorn_controller::kubernetes::deletion_guard;
 use shorthorn_controller::manual;
 use shorthorn_controller::open_files;
 use shorthorn_controller::serve::serve;
@@ -25,7 +25,7 @@ fn main() -> anyhow::Result<()> {
         ControllerCommand::Serve(args) => args,
         ControllerCommand::Crds(args) => return print_crds(&args),
         ControllerCommand::DeletionGuard(args) => {
-            return Ok(io::stdout().write_all(guard::yaml(&args.namespace)?.as_bytes())?);
+            return Ok(io::stdout().write_all(deletion_guard::yaml(&args.namespace)?.as_bytes())?);
         }
         ControllerCommand::Pause => return pause(),
         ControllerCommand::Man { directory } => return manual::pages(&directory),

@@ -5,21 +5,21 @@ use super::tests::load;
 
 #[test]
 fn guard_pods_need_an_image_and_a_policy_that_uses_them() {
-    let guards = |text: &str, flags: &[&str]| {
+    let image_of = |text: &str, flags: &[&str]| {
         let config = load(&format!("[kubernetes]\n{text}"), flags).unwrap();
         match config.store {
-            StoreConfig::Kubernetes(config) => config.guards().map(str::to_owned),
+            StoreConfig::Kubernetes(config) => config.guard_pod_image().map(str::to_owned),
             StoreConfig::File(_) => unreachable!(),
         }
     };
     let image = "guard_image = \"i:1\"\n";
-    assert_eq!(guards("", &[]), None);
-    assert_eq!(guards(image, &[]).as_deref(), Some("i:1"));
-    assert_eq!(guards(image, &["--guard-image", "i:2"]).as_deref(), Some("i:2"));
+    assert_eq!(image_of("", &[]), None);
+    assert_eq!(image_of(image, &[]).as_deref(), Some("i:1"));
+    assert_eq!(image_of(image, &["--guard-image", "i:2"]).as_deref(), Some("i:2"));
     let allow = format!("{image}node_drain_policy = \"always-allow\"\n");
-    assert_eq!(guards(&allow, &[]), None);
+    assert_eq!(image_of(&allow, &[]), None);
     let block = ["--node-drain-policy", "block-if-contains-last-replica"];
-    assert_eq!(guards(&allow, &block).as_deref(), Some("i:1"));
+    assert_eq!(image_of(&allow, &block).as_deref(), Some("i:1"));
 }
 
 #[test]

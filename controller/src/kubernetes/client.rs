@@ -52,7 +52,7 @@ pub struct KubernetesConfig {
 impl KubernetesConfig {
     /// Returns the image of guard pods, if there should be any.
     #[must_use]
-    pub fn guards(&self) -> Option<&str> {
+    pub fn guard_pod_image(&self) -> Option<&str> {
         match self.node_drain_policy {
             NodeDrainPolicy::BlockIfContainsLastReplica => self.guard_image.as_deref(),
             NodeDrainPolicy::AlwaysAllow => None,

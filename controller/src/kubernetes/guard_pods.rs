@@ -1,6 +1,7 @@
-//! Makes guard pods and their budgets, and removes them (`controller_core::reboot::guards` decides which).
+//! Makes guard pods and their budgets, and removes them (`controller_core::reboot::guard_pods` decides
+//! which).
 //!
-//! Changes only wake the task; each round makes the existing guards equal to the wanted ones. Volumes are
+//! Changes only wake the task; each round changes the existing guard pods to the wanted ones. Volumes are
 //! examined one by one, as they change. The Node object owns both objects, and they are deleted with it.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,7 +17,7 @@ use serde_json::{Value, json};
 use shorthorn_controller_core::Event;
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::reboot::Needed;
-use shorthorn_controller_core::reboot::guards::{self, Guard, GuardPlan, GuardPod};
+use shorthorn_controller_core::reboot::guard_pods::{self, ExistingGuardPod, GuardPodPlan, WantedGuardPod};
 use shorthorn_kube::{CallError, bounded, is_code};
 use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::{RecvError, TryRecvError};
@@ -65,11 +66,11 @@ impl std::fmt::Debug for GuardPods {
 }
 
 /// Both kinds of objects, as the API server has them.
-struct GuardObjects {
+struct GuardPodObjects {
     pods: Api<Pod>,
     budgets: Api<DynamicObject>,
     budget: ApiResource,
-    known_pods: Reflector<GuardPod>,
+    known_pods: Reflector<ExistingGuardPod>,
     known_budgets: Reflector<String>,
 }
 
@@ -91,7 +92,7 @@ impl GuardPods {
     /// Keeps them right, until it is dropped.
     pub async fn run(self) {
         let budget = budget_resource(&self.client).await;
-        let objects = GuardObjects {
+        let objects = GuardPodObjects {
             pods: Api::namespaced(self.client.clone(), &self.namespace),
             budgets: Api::namespaced_with(self.client.clone(), &self.namespace, &budget),
             budget,
@@ -99,13 +100,13 @@ impl GuardPods {
             known_budgets: Reflector::new(),
         };
         tokio::join!(
-            objects.known_pods.follow(objects.pods.clone(), guard_pod),
+            objects.known_pods.follow(objects.pods.clone(), parse_pod),
             objects.known_budgets.follow(objects.budgets.clone(), guarded_node),
             self.keep(&objects),
         );
     }
 
-    async fn keep(&self, objects: &GuardObjects) {
+    async fn keep(&self, objects: &GuardPodObjects) {
         let (mut changes, mut machines) = (self.store.changes(), self.machines.changes());
         let (mut pods, mut budgets) = (objects.known_pods.changes(), objects.known_budgets.changes());
         let mut needed = Needed::default();
@@ -172,11 +173,11 @@ impl GuardPods {
         volumes.into_iter().for_each(|volume| needed.look_at(&cluster, volume));
     }
 
-    /// Makes the existing guards equal to the wanted ones; returns the time of the next round without a
+    /// Changes the existing guard pods to the wanted ones; returns the time of the next round without a
     /// change.
     async fn round(
         &self,
-        objects: &GuardObjects,
+        objects: &GuardPodObjects,
         needed: &Needed,
         ended: &mut BTreeMap<String, Instant>,
     ) -> Result<Option<Duration>, CallError> {
@@ -186,18 +187,18 @@ impl GuardPods {
             return Ok(None);
         };
         let wanted = match self.image {
-            Some(_) => guards::wanted(&self.store.state(), &kubernetes, needed),
+            Some(_) => guard_pods::wanted(&self.store.state(), &kubernetes, needed),
             None => BTreeMap::new(),
         };
         ended.retain(|_, at| at.elapsed() < AGAIN);
-        let mut plan = guards::plan(&wanted, &pods, &budgets);
+        let mut plan = guard_pods::plan(&wanted, &pods, &budgets);
         plan.make_pod.retain(|(name, _)| !ended.contains_key(name));
-        for (name, guard) in &plan.make_budget {
-            self.make_budget(objects, name, guard).await?;
+        for (name, guard_pod) in &plan.make_budget {
+            self.make_budget(objects, name, guard_pod).await?;
         }
-        for (name, guard) in &plan.make_pod {
-            if self.make_pod(objects, name, guard).await? {
-                self.record(guard);
+        for (name, guard_pod) in &plan.make_pod {
+            if self.make_pod(objects, name, guard_pod).await? {
+                self.record(guard_pod);
             }
         }
         self.clean(objects, &plan).await?;
@@ -206,7 +207,7 @@ impl GuardPods {
         Ok((!ended.is_empty()).then_some(AGAIN))
     }
 
-    async fn clean(&self, objects: &GuardObjects, plan: &GuardPlan) -> Result<(), CallError> {
+    async fn clean(&self, objects: &GuardPodObjects, plan: &GuardPodPlan) -> Result<(), CallError> {
         for (name, message) in &plan.report {
             let holds = json!({ "metadata": { "annotations": { HOLDS_ANNOTATION: message } } });
             let (parameters, holds) = (PatchParams::default(), Patch::Merge(holds));
@@ -224,18 +225,28 @@ impl GuardPods {
         Ok(())
     }
 
-    async fn make_budget(&self, objects: &GuardObjects, name: &str, guard: &Guard) -> Result<(), CallError> {
-        let object = object(&budget(&objects.budget, name, guard))?;
+    async fn make_budget(
+        &self,
+        objects: &GuardPodObjects,
+        name: &str,
+        guard_pod: &WantedGuardPod,
+    ) -> Result<(), CallError> {
+        let object = object(&budget(&objects.budget, name, guard_pod))?;
         unless_code(bounded(objects.budgets.create(&PostParams::default(), &object)).await, 409)
     }
 
     /// Makes a pod. Returns false if one of that name exists already.
-    async fn make_pod(&self, objects: &GuardObjects, name: &str, guard: &Guard) -> Result<bool, CallError> {
+    async fn make_pod(
+        &self,
+        objects: &GuardPodObjects,
+        name: &str,
+        guard_pod: &WantedGuardPod,
+    ) -> Result<bool, CallError> {
         let image = self.image.as_deref().unwrap_or_default();
-        let pod: Pod = object(&pod(image, name, guard))?;
+        let pod: Pod = object(&pod(image, name, guard_pod))?;
         match bounded(objects.pods.create(&PostParams::default(), &pod)).await {
             Ok(_) => {
-                tracing::info!(node = guard.node, holds = guard.message, "a guard pod is made");
+                tracing::info!(node = guard_pod.node, holds = guard_pod.message, "a guard pod is made");
                 Ok(true)
             }
             Err(error) if is_code(&error, 409) => Ok(false),
@@ -243,10 +254,11 @@ impl GuardPods {
         }
     }
 
-    fn record(&self, guard: &Guard) {
-        let about = Key::new(Kind::Node, &guard.node);
-        let message = format!("kubectl drain waits for volumes that need this node: {}", guard.message);
-        self.events.record(&Event { about, warning: false, reason: "DrainWaits", message }, Some(&guard.uid));
+    fn record(&self, guard_pod: &WantedGuardPod) {
+        let about = Key::new(Kind::Node, &guard_pod.node);
+        let message = format!("kubectl drain waits for volumes that need this node: {}", guard_pod.message);
+        self.events
+            .record(&Event { about, warning: false, reason: "DrainWaits", message }, Some(&guard_pod.uid));
     }
 }
 
@@ -291,31 +303,31 @@ fn object<T: DeserializeOwned>(value: &Value) -> Result<T, CallError> {
     T::deserialize(value).map_err(|error| kube::Error::SerdeError(error).into())
 }
 
-fn metadata(name: &str, guard: &Guard) -> Value {
+fn metadata(name: &str, guard_pod: &WantedGuardPod) -> Value {
     // A controller of its own kind: kubectl drain refuses to end pods that have none.
     let owner = json!({ "apiVersion": format!("{GROUP}/{VERSION}"), "kind": kind_name(Kind::Node),
-        "name": guard.node, "uid": guard.uid, "controller": true });
+        "name": guard_pod.node, "uid": guard_pod.uid, "controller": true });
     json!({
         "name": name,
-        "labels": { APP_LABEL: APP_NAME, NODE_LABEL: guard.uid },
-        "annotations": { HOLDS_ANNOTATION: guard.message },
+        "labels": { APP_LABEL: APP_NAME, NODE_LABEL: guard_pod.uid },
+        "annotations": { HOLDS_ANNOTATION: guard_pod.message },
         "ownerReferences": [owner],
     })
 }
 
 /// Makes a budget that requires one of one pods, which therefore is never evicted.
-fn budget(resource: &ApiResource, name: &str, guard: &Guard) -> Value {
+fn budget(resource: &ApiResource, name: &str, guard_pod: &WantedGuardPod) -> Value {
     json!({
         "apiVersion": resource.api_version,
         "kind": resource.kind,
-        "metadata": metadata(name, guard),
-        "spec": { "minAvailable": 1, "selector": { "matchLabels": { NODE_LABEL: guard.uid } } },
+        "metadata": metadata(name, guard_pod),
+        "spec": { "minAvailable": 1, "selector": { "matchLabels": { NODE_LABEL: guard_pod.uid } } },
     })
 }
 
 /// Makes a pod that is bound to its machine without the scheduler, which uses no cordoned ones. The pod
 /// tolerates every taint.
-fn pod(image: &str, name: &str, guard: &Guard) -> Value {
+fn pod(image: &str, name: &str, guard_pod: &WantedGuardPod) -> Value {
     let container = json!({
         "name": "guard",
         "image": image,
@@ -330,9 +342,9 @@ fn pod(image: &str, name: &str, guard: &Guard) -> Value {
     json!({
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": metadata(name, guard),
+        "metadata": metadata(name, guard_pod),
         "spec": {
-            "nodeName": guard.machine,
+            "nodeName": guard_pod.machine,
             "tolerations": [{ "operator": "Exists" }],
             "priorityClassName": "system-node-critical",
             "automountServiceAccountToken": false,
@@ -350,10 +362,10 @@ fn pod(image: &str, name: &str, guard: &Guard) -> Value {
 }
 
 /// Parses a guard pod; none if it is another pod.
-fn guard_pod(pod: &Pod) -> Option<GuardPod> {
+fn parse_pod(pod: &Pod) -> Option<ExistingGuardPod> {
     let uid = pod.labels().get(NODE_LABEL)?.clone();
     let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
-    Some(GuardPod {
+    Some(ExistingGuardPod {
         uid,
         machine: pod.spec.as_ref().and_then(|spec| spec.node_name.clone()).unwrap_or_default(),
         message: pod.annotations().get(HOLDS_ANNOTATION).cloned().unwrap_or_default(),
@@ -362,7 +374,7 @@ fn guard_pod(pod: &Pod) -> Option<GuardPod> {
     })
 }
 
-/// Returns the node of a guard's budget; none if it is another budget.
+/// Returns the node of a guard pod's budget; none if it is another budget.
 fn guarded_node(budget: &DynamicObject) -> Option<String> {
     budget.labels().get(NODE_LABEL).cloned()
 }
@@ -379,18 +391,18 @@ fn unless_code<T>(result: Result<T, CallError>, code: u16) -> Result<(), CallErr
 mod tests {
     use super::*;
 
-    fn guard() -> Guard {
+    fn guard_pod() -> WantedGuardPod {
         let word = str::to_owned;
-        Guard { node: word("a"), uid: word("u"), machine: word("m"), message: word("volume v: why") }
+        WantedGuardPod { node: word("a"), uid: word("u"), machine: word("m"), message: word("volume v: why") }
     }
 
     #[test]
     fn a_pod_that_was_made_is_found_again() {
-        let made: Pod = object(&pod("image:1", "g", &guard())).unwrap();
-        let found = guard_pod(&made).unwrap();
-        let Guard { uid, machine, message, .. } = guard();
-        assert_eq!(found, GuardPod { uid, machine, message, ..GuardPod::default() });
-        assert!(guard_pod(&Pod::default()).is_none());
+        let made: Pod = object(&pod("image:1", "g", &guard_pod())).unwrap();
+        let found = parse_pod(&made).unwrap();
+        let WantedGuardPod { uid, machine, message, .. } = guard_pod();
+        assert_eq!(found, ExistingGuardPod { uid, machine, message, ..ExistingGuardPod::default() });
+        assert!(parse_pod(&Pod::default()).is_none());
         let owner = &made.metadata.owner_references.unwrap()[0];
         assert!(owner.kind == "Node" && owner.controller == Some(true), "{owner:?}");
     }
@@ -398,9 +410,9 @@ mod tests {
     #[test]
     fn the_budget_is_that_of_the_pod() {
         let resource = ApiResource::erase::<k8s_openapi::api::policy::v1::PodDisruptionBudget>(&());
-        let made: DynamicObject = object(&budget(&resource, "g", &guard())).unwrap();
+        let made: DynamicObject = object(&budget(&resource, "g", &guard_pod())).unwrap();
         assert_eq!(guarded_node(&made).as_deref(), Some("u"));
-        let labels = &pod("image:1", "g", &guard())["metadata"]["labels"];
+        let labels = &pod("image:1", "g", &guard_pod())["metadata"]["labels"];
         let selected = &made.data["spec"]["selector"]["matchLabels"];
         assert_eq!(labels[NODE_LABEL], selected[NODE_LABEL]);
     }

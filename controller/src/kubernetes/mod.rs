@@ -6,17 +6,17 @@
 //! - [`events`][]: events, which people see with their volume.
 //! - [`signer`][]: certificate signing requests of agents; the CA is in a Secret.
 //! - [`discover`][], [`claims`][], [`attachments`][], [`workloads`][]: nodes, volumes and pods of others.
-//! - [`guard`][], [`guard_pods`][], [`lost_node_pods`][], [`restage`][]: deletions and drains.
+//! - [`deletion_guard`][], [`guard_pods`][], [`lost_node_pods`][], [`restage`][]: deletions and drains.
 
 pub mod attachments;
 mod ca_secret;
 pub mod claims;
 mod client;
+pub mod deletion_guard;
 pub mod discover;
 pub mod events;
 #[cfg(test)]
 pub(crate) mod fake_api;
-pub mod guard;
 pub mod guard_pods;
 pub mod leader_pod;
 pub mod lease;

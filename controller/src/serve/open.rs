@@ -84,9 +84,9 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     let machines = Machines::new();
     tasks.spawn(discover(client.clone(), Arc::clone(&machines), Arc::clone(&store), config.agent_port));
     know_claims(&client, &store, &mut tasks).await?;
-    let (known, kept, image) = (Arc::clone(&machines), Arc::clone(&store), config.guards());
-    let guards = GuardPods::new(client.clone(), &config.namespace, image, known, kept, events.clone());
-    tasks.spawn(guards.run());
+    let (known, kept, image) = (Arc::clone(&machines), Arc::clone(&store), config.guard_pod_image());
+    let guard_pods = GuardPods::new(client.clone(), &config.namespace, image, known, kept, events.clone());
+    tasks.spawn(guard_pods.run());
     let ca_storage: Arc<dyn CaStorage> = Arc::new(CaSecret::new(client.clone(), &config.namespace));
     let kubernetes = Some(InKubernetes::new(client, machines, events, config));
     Ok(Opened { ca_storage, store, tasks, kubernetes })

@@ -115,7 +115,7 @@ impl Cluster {
     }
 
     /// Returns the names of guard pods, and those of their budgets.
-    pub fn guards(&self) -> Result<Vec<String>> {
+    pub fn guard_pods(&self) -> Result<Vec<String>> {
         let mut names = Vec::new();
         let budgets = format!("apis/{}/namespaces", self.disruption_api());
         for path in ["api/v1/namespaces", &budgets] {
@@ -135,12 +135,12 @@ impl Cluster {
     }
 
     /// Waits until these hosts have a guard pod with its budget, and no others.
-    pub fn until_guards(&self, hosts: &[usize]) -> Result<()> {
+    pub fn until_guard_pods(&self, hosts: &[usize]) -> Result<()> {
         let names: Vec<String> =
             hosts.iter().map(|host| format!("shorthorn-guard-{}", name(*host))).collect();
         let wanted = [names.clone(), names].concat();
-        until("guards", LIMIT, || {
-            let found = self.guards()?;
+        until("guard pods", LIMIT, || {
+            let found = self.guard_pods()?;
             ensure!(found == wanted, "{found:?}, not {wanted:?}");
             Ok(Some(()))
         })

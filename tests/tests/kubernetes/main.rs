@@ -4,8 +4,8 @@
 mod backup;
 mod cluster;
 mod definitions;
+mod deletion_guard;
 mod documented;
-mod guard;
 mod newer;
 mod pages;
 mod rules;
@@ -303,28 +303,28 @@ fn a_drain_waits_for_volumes(cluster: &mut Cluster) -> Result<()> {
         let spec = json!({ "spec": { "unschedulable": is_so } });
         cluster.api.ok("PATCH", &format!("/api/v1/nodes/{}", name(host)), Some(&spec)).map(drop)
     };
-    ensure!(cluster.guards()?.is_empty(), "{:?}", cluster.guards()?);
+    ensure!(cluster.guard_pods()?.is_empty(), "{:?}", cluster.guard_pods()?);
     cordon(cluster, 1, true)?;
-    cluster.until_guards(&[0, 2])?;
+    cluster.until_guard_pods(&[0, 2])?;
     let refusal = cluster.hosts.refused(&["node", "can-reboot", &name(2)])?;
     ensure!(refusal.contains("node n1, which was cordoned in Kubernetes before"), "{refusal}");
     cluster.hosts.ctl(&["node", "can-reboot", &name(1)])?;
     a_guard_is_not_evicted(cluster, 2)?;
 
     cordon(cluster, 1, false)?;
-    cluster.until_guards(&[])?;
+    cluster.until_guard_pods(&[])?;
     cordon(cluster, 0, true)?;
-    cluster.until_guards(&[1, 2])?;
+    cluster.until_guard_pods(&[1, 2])?;
     // Without an image, or with another policy, there should be none.
     cluster.hosts.stop_controller()?;
     cluster.hosts.start_controller()?;
-    cluster.until_guards(&[])
+    cluster.until_guard_pods(&[])
 }
 
 /// Asks like kubectl drain, once a kubelet has reported that the pod runs.
 fn a_guard_is_not_evicted(cluster: &Cluster, host: usize) -> Result<()> {
-    let guard = format!("shorthorn-guard-{}", name(host));
-    let path = format!("/api/v1/namespaces/{NAMESPACE}/pods/{guard}");
+    let guard_pod = format!("shorthorn-guard-{}", name(host));
+    let path = format!("/api/v1/namespaces/{NAMESPACE}/pods/{guard_pod}");
     let pod = cluster.api.ok("GET", &path, None)?;
     ensure!(
         pod["spec"]["nodeName"] == name(host) && pod["spec"]["containers"][0]["image"] == "none:1",
@@ -336,7 +336,7 @@ fn a_guard_is_not_evicted(cluster: &Cluster, host: usize) -> Result<()> {
         json!({ "status": { "phase": "Running", "conditions": [{ "type": "Ready", "status": "True" }] } });
     cluster.api.ok("PATCH", &format!("{path}/status"), Some(&runs))?;
     let eviction = json!({ "apiVersion": cluster.disruption_api(), "kind": "Eviction",
-        "metadata": { "name": guard, "namespace": NAMESPACE } });
+        "metadata": { "name": guard_pod, "namespace": NAMESPACE } });
     let answer = cluster.api.call("POST", &format!("{path}/eviction"), Some(&eviction))?;
     ensure!(answer.code == 429, "{answer:?}");
     Ok(())

@@ -81,7 +81,10 @@ fn kubectl_installs_twice_without_a_warning() -> Result<()> {
     without_warning(&tools.run("kubectl", &["apply", "--validate=strict", "-k", "packaging/deploy"])?)?;
     let guard = api.ok("GET", POLICIES, None)?["items"].clone();
     let is_first = |policy: &Value| policy["metadata"]["generation"] == 1;
-    ensure!(guard.as_array().is_some_and(|all| all.iter().all(is_first)), "the guard changed: {guard:#}");
+    ensure!(
+        guard.as_array().is_some_and(|all| all.iter().all(is_first)),
+        "the deletion guard changed: {guard:#}"
+    );
     without_warning(&tools.run("kubectl", &["apply", "--validate=strict", "-k", "packaging/deploy/agent"])?)
 }
 

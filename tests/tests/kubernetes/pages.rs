@@ -24,7 +24,7 @@ const POD: &str = "/api/v1/namespaces/default/pods/writer";
 #[test]
 fn the_commands_of_kubectl_work_as_documented() -> Result<()> {
     let mut cluster = Cluster::start()?;
-    guards_have_an_image(&mut cluster)?;
+    guard_pods_have_an_image(&mut cluster)?;
     for host in 0..3 {
         cluster.register(&name(host), &format!("192.0.2.{}", host + 1))?;
     }
@@ -41,7 +41,7 @@ fn the_commands_of_kubectl_work_as_documented() -> Result<()> {
 }
 
 /// Starts the controller with the flag that the chart gives.
-fn guards_have_an_image(cluster: &mut Cluster) -> Result<()> {
+fn guard_pods_have_an_image(cluster: &mut Cluster) -> Result<()> {
     cluster.hosts.stop_controller()?;
     let listen = format!("unix://{}/guard.sock", cluster.folder.path().display());
     let controller = cluster.hosts.controller_command(&listen)?.args(["--guard-image", "none:1"]).spawn()?;
@@ -57,14 +57,14 @@ fn maintenance(cluster: &Cluster) -> Result<()> {
     let mut page = page(cluster, MAINTENANCE)?;
     page.script.set("NODE", &name(1));
     page.kubectl_succeeds("drain NODE")?;
-    cluster.until_guards(&[0, 2])?;
+    cluster.until_guard_pods(&[0, 2])?;
     page.script.leave_out("reboot", "this is not a machine")?;
     page.kubectl_succeeds("uncordon NODE")?;
-    cluster.until_guards(&[])?;
+    cluster.until_guard_pods(&[])?;
 
     let cordoned = json!({ "spec": { "unschedulable": true } });
     cluster.api.ok("PATCH", &format!("/api/v1/nodes/{}", name(1)), Some(&cordoned))?;
-    cluster.until_guards(&[0, 2])?;
+    cluster.until_guard_pods(&[0, 2])?;
     page.script.set("NODE", &name(2));
     let printed = page.kubectl_succeeds("describe pod shorthorn-guard-NODE")?;
     ensure_has(&printed, &["shorthorn-guard-n2", "volume v"])?;
@@ -75,7 +75,7 @@ fn maintenance(cluster: &Cluster) -> Result<()> {
     page.script.finish()
 }
 
-/// The pods are those of the guards here.
+/// The pods are guard pods here.
 fn installation(cluster: &Cluster) -> Result<()> {
     const NO_POD: &str = "the controller is not a pod here; controller/tests/laptop.rs connects through one";
     let mut page = page(cluster, INSTALL)?;

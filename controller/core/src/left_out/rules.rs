@@ -331,12 +331,12 @@ fn held(cluster: &ClusterState) -> Vec<&'static str> {
     let mut needed = Needed::default();
     needed.look_at_all(cluster);
     let by_node = needed.by_node();
-    let guarded =
+    let needed_nodes =
         ["a", "b", "c", "d"].into_iter().filter(|node| by_node.contains_key(&NodeName::new(node).unwrap()));
-    let guarded: Vec<&str> = guarded.collect();
+    let needed_nodes: Vec<&str> = needed_nodes.collect();
     let holds = |node: &&&str| reboot::holds(cluster, node).iter().any(|hold| !hold.is_engine);
     let held: Vec<&str> = ["a", "b", "c", "d"].iter().filter(holds).copied().collect();
-    assert_eq!(held, guarded, "guard pods follow the same rule");
+    assert_eq!(held, needed_nodes, "guard pods follow the same rule");
     held
 }
 

@@ -210,7 +210,7 @@ mod tests {
         let found = std::fs::read_to_string(&path).unwrap_or_default();
         assert!(
             found == made,
-            "{} is old: SHORTHORN_WRITE_CRDS=1 cargo test -p shorthorn-controller guard",
+            "{} is old: SHORTHORN_WRITE_CRDS=1 cargo test -p shorthorn-controller deletion_guard",
             path.display()
         );
     }

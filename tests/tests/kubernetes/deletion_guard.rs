@@ -19,8 +19,8 @@ const TYPE_CHECK: &str = "validatingadmissionpolicy-status-controller";
 const FIELD_MANAGER: &str = "shorthorn-controller";
 
 /// Debian's API server is 1.20, which knows neither kind, so this test cannot run on it. There, only tests in
-/// `controller/src/kubernetes/guard.rs` try the expressions, by a library. With a later API server, which
-/// `SHORTHORN_APISERVER_DIR` names, this test tries the guard itself.
+/// `controller/src/kubernetes/deletion_guard.rs` try the expressions, by a library. With a later API server,
+/// which `SHORTHORN_APISERVER_DIR` names, this test tries the guard itself.
 #[test]
 fn the_guard_refuses_on_a_server_that_has_policies() -> Result<()> {
     let folder = tempfile::tempdir_in("/var/tmp").context("making a folder")?;

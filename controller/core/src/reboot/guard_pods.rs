@@ -18,9 +18,9 @@ const NAME_BYTES_MAX: usize = 253;
 /// The maximum number of named volumes.
 const LISTED_MAX: usize = 8;
 
-/// A guard that should be there.
+/// A guard pod that should exist, with its budget.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Guard {
+pub struct WantedGuardPod {
     /// The Node object, which owns it.
     pub node: String,
     /// The uid of the Node object, by which the budget finds its pod.
@@ -33,7 +33,7 @@ pub struct Guard {
 
 /// An existing guard pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct GuardPod {
+pub struct ExistingGuardPod {
     /// The uid of its Node object.
     pub uid: String,
     /// Name of the Kubernetes node that runs it; empty without one.
@@ -48,11 +48,11 @@ pub struct GuardPod {
 
 /// The necessary actions, each by the name of pod or budget, in this order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct GuardPlan {
+pub struct GuardPodPlan {
     /// Budgets to make before their pods, so that no pod is without one.
-    pub make_budget: Vec<(String, Guard)>,
+    pub make_budget: Vec<(String, WantedGuardPod)>,
     /// To be made.
-    pub make_pod: Vec<(String, Guard)>,
+    pub make_pod: Vec<(String, WantedGuardPod)>,
     /// Pods whose message has changed.
     pub report: Vec<(String, String)>,
     /// Pods to delete, because they are not needed any more or belong to another Node object.
@@ -61,26 +61,26 @@ pub struct GuardPlan {
     pub delete_budget: Vec<String>,
 }
 
-/// Returns the guards that should be there, by their names.
+/// Returns the guard pods that should exist, by their names.
 #[must_use]
 pub fn wanted(
     cluster: &ClusterState,
     kubernetes: &KubernetesCluster,
     needed: &Needed,
-) -> BTreeMap<String, Guard> {
+) -> BTreeMap<String, WantedGuardPod> {
     let machines: BTreeMap<&str, &str> = kubernetes
         .drivers
         .iter()
         .filter(|(machine, _)| kubernetes.machines.contains_key(*machine))
         .map(|(machine, node)| (node.as_str(), machine.as_str()))
         .collect();
-    let guard = |(node, volumes): (&crate::NodeName, Vec<(&str, &str)>)| {
+    let guard_pod = |(node, volumes): (&crate::NodeName, Vec<(&str, &str)>)| {
         let machine = (*machines.get(node.as_str())?).to_owned();
         let uid = cluster.uid(&Key::new(Kind::Node, node.as_str()))?.to_owned();
         let (node, message) = (node.as_str().to_owned(), message(&volumes));
-        Some((name(&node, &uid), Guard { node, uid, machine, message }))
+        Some((name(&node, &uid), WantedGuardPod { node, uid, machine, message }))
     };
-    needed.by_node().into_iter().filter_map(guard).collect()
+    needed.by_node().into_iter().filter_map(guard_pod).collect()
 }
 
 fn name(node: &str, uid: &str) -> String {
@@ -97,38 +97,38 @@ fn message(volumes: &[(&str, &str)]) -> String {
     text
 }
 
-/// Plans the actions that lead to exactly these guards. `budgets` have the uid of their Node object.
+/// Plans the actions that lead to exactly these guard pods. `budgets` have the uid of their Node object.
 #[must_use]
 pub fn plan(
-    wanted: &BTreeMap<String, Guard>,
-    pods: &BTreeMap<String, GuardPod>,
+    wanted: &BTreeMap<String, WantedGuardPod>,
+    pods: &BTreeMap<String, ExistingGuardPod>,
     budgets: &BTreeMap<String, String>,
-) -> GuardPlan {
-    let mut plan = GuardPlan::default();
-    for (name, guard) in wanted {
+) -> GuardPodPlan {
+    let mut plan = GuardPodPlan::default();
+    for (name, guard_pod) in wanted {
         if !budgets.contains_key(name) {
-            plan.make_budget.push((name.clone(), guard.clone()));
+            plan.make_budget.push((name.clone(), guard_pod.clone()));
         }
         match pods.get(name) {
-            None => plan.make_pod.push((name.clone(), guard.clone())),
-            Some(pod) if is_right(pod, guard) && pod.message != guard.message => {
-                plan.report.push((name.clone(), guard.message.clone()));
+            None => plan.make_pod.push((name.clone(), guard_pod.clone())),
+            Some(pod) if is_right(pod, guard_pod) && pod.message != guard_pod.message => {
+                plan.report.push((name.clone(), guard_pod.message.clone()));
             }
             Some(_) => {}
         }
     }
-    let is_wrong = |(name, pod): &(&String, &GuardPod)| {
-        !pod.is_deleting && !wanted.get(*name).is_some_and(|guard| is_right(pod, guard))
+    let is_wrong = |(name, pod): &(&String, &ExistingGuardPod)| {
+        !pod.is_deleting && !wanted.get(*name).is_some_and(|guard_pod| is_right(pod, guard_pod))
     };
     plan.delete_pod = pods.iter().filter(is_wrong).map(|(name, _)| name.clone()).collect();
     let is_foreign =
-        |(name, uid): &(&String, &String)| wanted.get(*name).is_none_or(|guard| guard.uid != **uid);
+        |(name, uid): &(&String, &String)| wanted.get(*name).is_none_or(|guard_pod| guard_pod.uid != **uid);
     plan.delete_budget = budgets.iter().filter(is_foreign).map(|(name, _)| name.clone()).collect();
     plan
 }
 
-fn is_right(pod: &GuardPod, guard: &Guard) -> bool {
-    !pod.has_ended && !pod.is_deleting && pod.uid == guard.uid && pod.machine == guard.machine
+fn is_right(pod: &ExistingGuardPod, guard_pod: &WantedGuardPod) -> bool {
+    !pod.has_ended && !pod.is_deleting && pod.uid == guard_pod.uid && pod.machine == guard_pod.machine
 }
 
 #[cfg(test)]
@@ -138,69 +138,76 @@ mod tests {
     use crate::objects::Node;
     use crate::{NodeName, Timestamp};
 
-    fn guard(message: &str) -> Guard {
+    fn guard_pod(message: &str) -> WantedGuardPod {
         let word = str::to_owned;
-        Guard { node: word("n0"), uid: word("u0"), machine: word("m0"), message: word(message) }
+        WantedGuardPod { node: word("n0"), uid: word("u0"), machine: word("m0"), message: word(message) }
     }
 
-    fn pod(guard: &Guard) -> GuardPod {
-        let Guard { uid, machine, message, .. } = guard.clone();
-        GuardPod { uid, machine, message, ..GuardPod::default() }
+    fn pod(guard_pod: &WantedGuardPod) -> ExistingGuardPod {
+        let WantedGuardPod { uid, machine, message, .. } = guard_pod.clone();
+        ExistingGuardPod { uid, machine, message, ..ExistingGuardPod::default() }
     }
 
     const NAME: &str = "shorthorn-guard-n0";
 
-    fn planned(wanted: Option<&Guard>, pod: Option<GuardPod>, budget: Option<&str>) -> GuardPlan {
-        let wanted = wanted.map(|guard| (NAME.to_owned(), guard.clone())).into_iter().collect();
+    fn planned(
+        wanted: Option<&WantedGuardPod>,
+        pod: Option<ExistingGuardPod>,
+        budget: Option<&str>,
+    ) -> GuardPodPlan {
+        let wanted = wanted.map(|guard_pod| (NAME.to_owned(), guard_pod.clone())).into_iter().collect();
         let pods = pod.map(|pod| (NAME.to_owned(), pod)).into_iter().collect();
         let budgets = budget.map(|uid| (NAME.to_owned(), uid.to_owned())).into_iter().collect();
         plan(&wanted, &pods, &budgets)
     }
 
     #[test]
-    fn a_guard_is_a_pod_and_a_budget_as_long_as_it_is_needed() {
-        let guard = guard("a");
-        let made = planned(Some(&guard), None, None);
+    fn a_guard_pod_has_a_budget_as_long_as_it_is_needed() {
+        let guard_pod = guard_pod("a");
+        let made = planned(Some(&guard_pod), None, None);
         assert_eq!((made.make_budget.len(), made.make_pod.len()), (1, 1), "{made:?}");
-        assert_eq!(planned(Some(&guard), Some(pod(&guard)), Some("u0")), GuardPlan::default());
-        let half = planned(Some(&guard), Some(pod(&guard)), None);
+        assert_eq!(planned(Some(&guard_pod), Some(pod(&guard_pod)), Some("u0")), GuardPodPlan::default());
+        let half = planned(Some(&guard_pod), Some(pod(&guard_pod)), None);
         assert_eq!(
             half,
-            GuardPlan { make_budget: vec![(NAME.to_owned(), guard.clone())], ..GuardPlan::default() }
+            GuardPodPlan {
+                make_budget: vec![(NAME.to_owned(), guard_pod.clone())],
+                ..GuardPodPlan::default()
+            }
         );
-        let gone = planned(None, Some(pod(&guard)), Some("u0"));
+        let gone = planned(None, Some(pod(&guard_pod)), Some("u0"));
         let names = vec![NAME.to_owned()];
         assert_eq!(
             gone,
-            GuardPlan { delete_pod: names.clone(), delete_budget: names, ..GuardPlan::default() }
+            GuardPodPlan { delete_pod: names.clone(), delete_budget: names, ..GuardPodPlan::default() }
         );
     }
 
     #[test]
     fn a_wrong_guard_pod_is_recreated_after_its_deletion_has_ended() {
-        let guard = guard("a");
-        let other_words = GuardPod { message: "b".to_owned(), ..pod(&guard) };
-        let listed = planned(Some(&guard), Some(other_words), Some("u0"));
+        let guard_pod = guard_pod("a");
+        let other_words = ExistingGuardPod { message: "b".to_owned(), ..pod(&guard_pod) };
+        let listed = planned(Some(&guard_pod), Some(other_words), Some("u0"));
         assert_eq!(
             listed,
-            GuardPlan { report: vec![(NAME.to_owned(), "a".to_owned())], ..GuardPlan::default() }
+            GuardPodPlan { report: vec![(NAME.to_owned(), "a".to_owned())], ..GuardPodPlan::default() }
         );
         for wrong in [
-            GuardPod { uid: "u1".to_owned(), ..pod(&guard) },
-            GuardPod { machine: "m1".to_owned(), ..pod(&guard) },
-            GuardPod { has_ended: true, ..pod(&guard) },
+            ExistingGuardPod { uid: "u1".to_owned(), ..pod(&guard_pod) },
+            ExistingGuardPod { machine: "m1".to_owned(), ..pod(&guard_pod) },
+            ExistingGuardPod { has_ended: true, ..pod(&guard_pod) },
         ] {
-            let plan = planned(Some(&guard), Some(wrong.clone()), Some("u0"));
-            assert_eq!(plan, GuardPlan { delete_pod: vec![NAME.to_owned()], ..GuardPlan::default() });
-            let going = GuardPod { is_deleting: true, ..wrong };
-            assert_eq!(planned(Some(&guard), Some(going), Some("u0")), GuardPlan::default());
+            let plan = planned(Some(&guard_pod), Some(wrong.clone()), Some("u0"));
+            assert_eq!(plan, GuardPodPlan { delete_pod: vec![NAME.to_owned()], ..GuardPodPlan::default() });
+            let going = ExistingGuardPod { is_deleting: true, ..wrong };
+            assert_eq!(planned(Some(&guard_pod), Some(going), Some("u0")), GuardPodPlan::default());
         }
-        let other = planned(Some(&guard), Some(pod(&guard)), Some("u1"));
-        assert_eq!(other, GuardPlan { delete_budget: vec![NAME.to_owned()], ..GuardPlan::default() });
+        let other = planned(Some(&guard_pod), Some(pod(&guard_pod)), Some("u1"));
+        assert_eq!(other, GuardPodPlan { delete_budget: vec![NAME.to_owned()], ..GuardPodPlan::default() });
     }
 
     #[test]
-    fn a_guard_runs_on_the_machine_of_its_node() {
+    fn a_guard_pod_runs_on_the_machine_of_its_node() {
         let holds = |node: &str| (NodeName::new(node).unwrap(), "why".to_owned());
         let mut needed = Needed::default();
         let long = ["a", "b", "c", "d"].map(|letter| letter.repeat(60)).join(".");
@@ -218,9 +225,9 @@ mod tests {
                 kubernetes.drivers.insert(format!("m{at}"), node.to_owned());
             }
         }
-        let guards = wanted(&cluster, &kubernetes, &needed);
-        assert_eq!(guards.keys().collect::<Vec<_>>(), [NAME, "shorthorn-guard-u2"]);
-        let first = &guards[NAME];
+        let guard_pods = wanted(&cluster, &kubernetes, &needed);
+        assert_eq!(guard_pods.keys().collect::<Vec<_>>(), [NAME, "shorthorn-guard-u2"]);
+        let first = &guard_pods[NAME];
         assert_eq!((first.uid.as_str(), first.machine.as_str()), ("u0", "m0"));
         assert!(first.message.starts_with("volume v0: why\n"), "{}", first.message);
         assert!(first.message.ends_with("\nand 2 more volumes"), "{}", first.message);
