@@ -54,7 +54,7 @@ impl PidFile {
     ///
     /// # Errors
     /// [`PidFileError::Held`] if another process has it.
-    pub fn claim(path: &Path) -> Result<PidFile, PidFileError> {
+    pub fn lock(path: &Path) -> Result<PidFile, PidFileError> {
         let io = |source| PidFileError::Io { path: path.to_owned(), source };
         let mut file = fs::OpenOptions::new()
             .read(true)
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn helper_holds_until_its_input_ends() {
         let Some(path) = std::env::var_os(HOLD) else { return };
-        let _held = PidFile::claim(Path::new(&path)).unwrap();
+        let _held = PidFile::lock(Path::new(&path)).unwrap();
         println!("held");
         io::copy(&mut io::stdin(), &mut io::sink()).unwrap();
     }
@@ -199,7 +199,7 @@ mod tests {
         let mut child = holder_process(&path);
         let holder = Holder::find(&path).unwrap().unwrap();
         assert_eq!(holder.pid().unsigned_abs(), child.id());
-        match PidFile::claim(&path) {
+        match PidFile::lock(&path) {
             Err(PidFileError::Held { pid, .. }) => assert_eq!(pid.unsigned_abs(), child.id()),
             other => panic!("{other:?}"),
         }
@@ -209,7 +209,7 @@ mod tests {
         child.wait().unwrap();
         holder.terminate().unwrap();
         assert!(Holder::find(&path).unwrap().is_none());
-        assert!(PidFile::claim(&path).is_ok());
+        assert!(PidFile::lock(&path).is_ok());
     }
 
     #[test]

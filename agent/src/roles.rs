@@ -52,7 +52,7 @@ fn start(args: &RoleArgs) -> anyhow::Result<Option<PidFile>> {
         // The parent may have ended before that call.
         anyhow::ensure!(getppid().as_raw() == parent, "the parent, process {parent}, has ended");
     }
-    let held = args.pid_file.as_deref().map(PidFile::claim).transpose()?;
+    let held = args.pid_file.as_deref().map(PidFile::lock).transpose()?;
     if let Some(path) = &args.error_file {
         match fs::remove_file(path) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {

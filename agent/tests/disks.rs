@@ -224,7 +224,7 @@ fn a_mounted_device_is_left_alone() {
 fn a_device_that_a_program_has_open_is_left_alone() {
     let host = Host::new();
     let plan = host.review(&host.discover(&[]));
-    // As a virtual machine has its disk: open, without a claim.
+    // As a virtual machine has its disk: open, but not exclusively.
     let device = File::open(&host.device).unwrap();
     let mut machine = Command::new("sleep").arg("600").stdin(device).spawn().unwrap();
     host.assert_refused(&plan, &format!("opened by process {} (sleep)", machine.id()));

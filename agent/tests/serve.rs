@@ -103,7 +103,7 @@ async fn a_node_belongs_to_one_cluster() {
     let (agent, mut client) = node.start().await;
     let ask = || v1::ListInstancesRequest {};
     let info = client.get_node(of("two", v1::GetNodeRequest {})).await.unwrap().into_inner();
-    assert_eq!(info.cluster, "", "a question about its identity claims no agent");
+    assert_eq!(info.cluster, "", "a question about its identity does not claim the agent");
     client.list_instances(of("one", ask())).await.unwrap();
     drop(agent);
     let (_agent, mut client) = node.start().await;

@@ -38,7 +38,7 @@ pub(crate) fn is_read_only(number: DeviceNumber) -> io::Result<bool> {
 
 /// Returns true if the device has an exclusive user: a mount, also one in another mount namespace only, or a
 /// device on top of it.
-pub(crate) fn is_claimed(path: &Path) -> io::Result<bool> {
+pub(crate) fn is_open_exclusively(path: &Path) -> io::Result<bool> {
     match fs::OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_CLOEXEC).open(path) {
         Ok(_) => Ok(false),
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(true),

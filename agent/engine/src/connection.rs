@@ -19,9 +19,9 @@ use shorthorn_recovery::OTHER_RUN;
 use shorthorn_ring::set_up_tcp;
 use shorthorn_types::{Errno, Generation};
 use shorthorn_wire::{
-    BadPage, Challenge, Claim, CopyEnd, ExtentsPage, ExtentsQuery, Flags, FrameError, HEADER_BYTES, Header,
-    Hello, KeepSums, LayerCheck, LayerList, LayerPatch, LayerRange, Nonce, Opcode, ProvenWelcome, Refusal,
-    Session, Unproven, Welcome, decode_text, encode_patch, encode_text,
+    BadPage, Challenge, CopyEnd, EngineClaim, ExtentsPage, ExtentsQuery, Flags, FrameError, HEADER_BYTES,
+    Header, Hello, KeepSums, LayerCheck, LayerList, LayerPatch, LayerRange, Nonce, Opcode, ProvenWelcome,
+    Refusal, Session, Unproven, Welcome, decode_text, encode_patch, encode_text,
 };
 use thiserror::Error;
 
@@ -273,7 +273,7 @@ impl ReplicaConnection {
 
     /// Sends the hello. When it answers, the replica has fenced every older engine, and has proven that it
     /// has the secret.
-    pub fn handshake(&mut self, claim: Claim, secret: &Secret) -> Result<Welcome, ConnectError> {
+    pub fn handshake(&mut self, claim: EngineClaim, secret: &Secret) -> Result<Welcome, ConnectError> {
         let challenge: Challenge = self.receive(Opcode::Challenge)?;
         if self.is_to_encrypt {
             self.encrypt(&challenge, secret)?;

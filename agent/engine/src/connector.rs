@@ -8,7 +8,7 @@ use shorthorn_control::{EngineSpec, ReplicaEndpoint};
 use shorthorn_recovery::{SizeMismatch, fit};
 use shorthorn_tls::connection_secret;
 use shorthorn_types::{Generation, ReplicaId};
-use shorthorn_wire::{Claim, Welcome};
+use shorthorn_wire::{EngineClaim, Welcome};
 
 use crate::connection::{ConnectError, ReplicaConnection, finish};
 
@@ -71,7 +71,7 @@ impl Connector {
         queue: u16,
     ) -> Result<(ReplicaConnection, Welcome), ConnectError> {
         let (volume, generation) = (self.volume.clone(), self.generation);
-        let claim = Claim { volume, replica, generation, queue };
+        let claim = EngineClaim { volume, replica, generation, queue };
         let mut connection = ReplicaConnection::open(address, self.timeout)?;
         connection.require_encryption(self.encrypts);
         let mut welcome = connection.handshake(claim, &self.secret)?;

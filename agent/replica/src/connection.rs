@@ -157,7 +157,7 @@ pub(crate) mod tests {
 
     use shorthorn_ring::Arena;
     use shorthorn_types::{Generation, ReplicaId, Secret};
-    use shorthorn_wire::{Claim, Nonce, Opcode};
+    use shorthorn_wire::{EngineClaim, Nonce, Opcode};
 
     use super::*;
     use crate::limits::{SILENT_TICKS_MAX, TICK};
@@ -166,7 +166,7 @@ pub(crate) mod tests {
     pub(crate) fn connection(index: u16) -> (EngineConnection, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let (volume, replica) = ("v1".parse().unwrap(), ReplicaId::from_random(7));
-        let claim = Claim { volume, replica, generation: Generation::new(1, 0), queue: 0 };
+        let claim = EngineClaim { volume, replica, generation: Generation::new(1, 0), queue: 0 };
         let nonce = Nonce::new([5; 32]);
         let session = Session::of_replica(&Secret::new([3; 32]), nonce, nonce, &claim);
         (EngineConnection::new(ours.into(), session, "test".to_owned(), index), theirs)

@@ -236,7 +236,7 @@ impl Write for Deadline<'_> {
 mod tests {
     use std::thread;
 
-    use shorthorn_wire::Claim;
+    use shorthorn_wire::EngineClaim;
 
     use shorthorn_tls::connection_secret;
 
@@ -250,21 +250,29 @@ mod tests {
         ReplicaIdentity { volume: "v1".parse().unwrap(), replica, secret: Secret::new([3; 32]), tls: None }
     }
 
-    fn claim() -> Claim {
+    fn claim() -> EngineClaim {
         let generation = Generation::new(2, 1);
-        Claim { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(7), generation, queue: 1 }
+        EngineClaim {
+            volume: "v1".parse().unwrap(),
+            replica: ReplicaId::from_random(7),
+            generation,
+            queue: 1,
+        }
     }
 
     /// Runs a handshake in which an engine answers the challenge with `claim`, its proof made with `secret`.
     /// Returns the result, and the answer to the engine.
-    fn open(claim: Claim, secret: [u8; 32]) -> (Result<Proven, HandshakeError>, Option<(Header, Refusal)>) {
+    fn open(
+        claim: EngineClaim,
+        secret: [u8; 32],
+    ) -> (Result<Proven, HandshakeError>, Option<(Header, Refusal)>) {
         open_with(Origin::Local, &identity(), claim, secret)
     }
 
     fn open_with(
         origin: Origin,
         identity: &ReplicaIdentity,
-        claim: Claim,
+        claim: EngineClaim,
         secret: [u8; 32],
     ) -> (Result<Proven, HandshakeError>, Option<(Header, Refusal)>) {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
@@ -304,14 +312,19 @@ mod tests {
 
     #[test]
     fn refuses_with_errno_and_reason() {
-        let stranger = Claim { volume: "v2".parse().unwrap(), ..claim() };
-        let other = Claim { replica: ReplicaId::from_random(8), ..claim() };
+        let stranger = EngineClaim { volume: "v2".parse().unwrap(), ..claim() };
+        let other = EngineClaim { replica: ReplicaId::from_random(8), ..claim() };
         let cases = [
             (stranger, [3; 32], libc::ENXIO, "of volume v1, not"),
             (other, [3; 32], libc::ENXIO, "this is replica 00000007"),
             (claim(), [4; 32], libc::EACCES, "the proof is wrong"),
-            (Claim { queue: 9, ..claim() }, [3; 32], libc::EINVAL, "queue 9 is out of bounds"),
-            (Claim { generation: Generation::NEVER, ..claim() }, [3; 32], libc::EINVAL, "generation 0.0"),
+            (EngineClaim { queue: 9, ..claim() }, [3; 32], libc::EINVAL, "queue 9 is out of bounds"),
+            (
+                EngineClaim { generation: Generation::NEVER, ..claim() },
+                [3; 32],
+                libc::EINVAL,
+                "generation 0.0",
+            ),
         ];
         for (claim, secret, errno, words) in cases {
             let (opened, refusal) = open(claim, secret);

@@ -14,7 +14,7 @@ use common::*;
 use shorthorn_control::{ProcessCommand, ReplicaPhase, ReplicaStatus, Status};
 use shorthorn_tls::connection_secret;
 use shorthorn_types::{Generation, ReplicaId};
-use shorthorn_wire::{Claim, Flags, Opcode};
+use shorthorn_wire::{EngineClaim, Flags, Opcode};
 
 #[test]
 fn an_engine_gets_size_and_views() {
@@ -37,11 +37,11 @@ fn strangers_are_refused_with_a_reason() {
     let base = base();
     let replica = Replica::start(&spec(base.path(), MIB));
     let claim = || replica.claim(generation(1), 0);
-    let cases: [(Claim, [u8; 32], &str); 4] = [
-        (Claim { volume: "v2".parse().unwrap(), ..claim() }, SECRET, "volume v1, not"),
-        (Claim { replica: ReplicaId::from_random(9), ..claim() }, SECRET, "replica 00000007"),
+    let cases: [(EngineClaim, [u8; 32], &str); 4] = [
+        (EngineClaim { volume: "v2".parse().unwrap(), ..claim() }, SECRET, "volume v1, not"),
+        (EngineClaim { replica: ReplicaId::from_random(9), ..claim() }, SECRET, "replica 00000007"),
         (claim(), [0; 32], "the proof is wrong"),
-        (Claim { queue: 99, ..claim() }, SECRET, "queue 99"),
+        (EngineClaim { queue: 99, ..claim() }, SECRET, "queue 99"),
     ];
     for (claim, secret, words) in cases {
         let Ok(Err((status, refusal))) = Client::open(replica.connect(), &claim, secret) else {

@@ -63,7 +63,8 @@ pub struct BlockDevice {
     pub has_data: bool,
     /// True if the kernel refuses its exclusive use, because something else has it.
     pub is_in_use: bool,
-    /// Users of the device without a claim, like a virtual machine or a loop device; empty if none.
+    /// Users that have not opened the device exclusively, like a virtual machine or a loop device; empty if
+    /// none.
     pub users: String,
     /// The network that it is reached over, like `iscsi`; empty if it is in the host.
     pub transport: String,

@@ -45,7 +45,7 @@ impl VolumeDir {
         let mut builder = fs::DirBuilder::new();
         builder.recursive(true).mode(0o700).create(&args.dir).map_err(RunError::at(&args.dir))?;
         let path = fs::canonicalize(&args.dir).map_err(RunError::at(&args.dir))?;
-        let lock = PidFile::claim(&path.join("lock")).map_err(|error| match error {
+        let lock = PidFile::lock(&path.join("lock")).map_err(|error| match error {
             PidFileError::Held { pid, .. } => RunError::Held { dir: path.clone(), pid },
             PidFileError::Io { path, source } => RunError::Io { path, source },
         })?;

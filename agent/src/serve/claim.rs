@@ -124,25 +124,25 @@ impl NodeClaim {
 
 /// A service that only the cluster of this node may use.
 #[derive(Clone, Debug)]
-pub struct Claimed<S> {
+pub struct ClaimedService<S> {
     service: S,
     claim: Arc<NodeClaim>,
     leaders: Arc<Leaders>,
 }
 
-impl<S> Claimed<S> {
+impl<S> ClaimedService<S> {
     /// Returns `service` behind `claim`. All services of an agent share `leaders`: a leader that has called
     /// one of them is the newest for the others too.
-    pub fn new(service: S, claim: Arc<NodeClaim>, leaders: Arc<Leaders>) -> Claimed<S> {
-        Claimed { service, claim, leaders }
+    pub fn new(service: S, claim: Arc<NodeClaim>, leaders: Arc<Leaders>) -> ClaimedService<S> {
+        ClaimedService { service, claim, leaders }
     }
 }
 
-impl<S: NamedService> NamedService for Claimed<S> {
+impl<S: NamedService> NamedService for ClaimedService<S> {
     const NAME: &'static str = S::NAME;
 }
 
-impl<S> Service<http::Request<Body>> for Claimed<S>
+impl<S> Service<http::Request<Body>> for ClaimedService<S>
 where
     S: Service<http::Request<Body>, Response = http::Response<Body>> + Clone + Send + 'static,
     S::Future: Send,

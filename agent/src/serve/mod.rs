@@ -47,7 +47,7 @@ use tokio::task::JoinHandle;
 use tonic::transport::Server;
 
 use crate::pid_file::PidFile;
-use claim::{Claimed, NodeClaim};
+use claim::{ClaimedService, NodeClaim};
 use config::{Config, InstancesChoice};
 pub use csi::KubeletRoots;
 use discovery::Discovery;
@@ -154,7 +154,7 @@ async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
     let shown: Arc<dyn shorthorn_metrics::MetricsSource> = Arc::<AgentMetrics>::clone(&source);
     let _metrics = shorthorn_metrics::start(config.metrics_listen, config::DEFAULT_METRICS, shown).await?;
     let paths = InstancePaths::prepare(&config.state_dir, &config.runtime_dir)?;
-    let _alone = PidFile::claim(&config.state_dir.join("agent.pid")).context("another agent runs")?;
+    let _alone = PidFile::lock(&config.state_dir.join("agent.pid")).context("another agent runs")?;
     paths.remove_old_engine_states(SystemTime::now())?;
     devices::remove_stale(&config.device_dir);
     let disks = open_disks(&config).await?;
@@ -230,9 +230,9 @@ async fn serve_node(
     let claim = Arc::clone(&service.claim);
     let leaders = Arc::<Leaders>::default();
     let node = NodeServer::new(service).max_decoding_message_size(REQUEST_MAX_BYTES);
-    let node = Claimed::new(node, Arc::clone(&claim), Arc::clone(&leaders));
+    let node = ClaimedService::new(node, Arc::clone(&claim), Arc::clone(&leaders));
     let certificates = NodeTlsServer::new(certificates).max_decoding_message_size(TRUST_MAX_BYTES);
-    let certificates = Claimed::new(certificates, claim, leaders);
+    let certificates = ClaimedService::new(certificates, claim, leaders);
     // Each with a server of its own: only those that come over TLS have a certificate to check.
     let plain = server()
         .add_service(node.clone())

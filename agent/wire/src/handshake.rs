@@ -2,7 +2,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use shorthorn_types::{Members, ReplicaReport, Secret, View};
 
-use crate::claim::{Claim, Holder, derive};
+use crate::engine_claim::{EngineClaim, Holder, derive};
 use crate::header::{FrameError, Header, MAX_TEXT_BYTES, Opcode};
 use crate::mac::Mac;
 use crate::proof::{Nonce, Proof};
@@ -22,7 +22,7 @@ pub struct Challenge {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Hello {
     /// The volume, the replica, the generation and the queue.
-    pub claim: Claim,
+    pub claim: EngineClaim,
     /// The nonce of the engine, which the replica's proofs cover.
     pub nonce: Nonce,
     /// An HMAC with the volume's secret over both nonces and the claim.
@@ -79,7 +79,7 @@ pub struct ViewMessage {
 impl Hello {
     /// Creates the hello that answers `challenge`. `nonce` was drawn for it alone.
     #[must_use]
-    pub fn new(claim: Claim, nonce: Nonce, challenge: &Challenge, secret: &Secret) -> Hello {
+    pub fn new(claim: EngineClaim, nonce: Nonce, challenge: &Challenge, secret: &Secret) -> Hello {
         let proof = Proof::of(&mac_of_hello(secret, challenge, nonce, &claim));
         Hello { claim, nonce, proof }
     }
@@ -91,7 +91,7 @@ impl Hello {
     }
 }
 
-fn mac_of_hello(secret: &Secret, challenge: &Challenge, nonce: Nonce, claim: &Claim) -> Mac {
+fn mac_of_hello(secret: &Secret, challenge: &Challenge, nonce: Nonce, claim: &EngineClaim) -> Mac {
     derive(secret, "shorthorn-2 hello", challenge.nonce, nonce, claim)
 }
 
@@ -163,8 +163,12 @@ mod tests {
             tracks: members,
             stamp,
         };
-        let claim =
-            Claim { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(7), generation, queue: 0 };
+        let claim = EngineClaim {
+            volume: "v1".parse().unwrap(),
+            replica: ReplicaId::from_random(7),
+            generation,
+            queue: 0,
+        };
         let nonce = Nonce::new([7; 32]);
         let session = Session::of_engine(&Secret::new([3; 32]), nonce, nonce, &claim);
         let request = Header::request(Opcode::Hello, 1, 0, 0);

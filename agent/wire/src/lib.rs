@@ -45,7 +45,7 @@
 //! data and overlap, rounded to [`shorthorn_types::limits::BLOCK_BYTES`].
 #![forbid(unsafe_code)]
 
-mod claim;
+mod engine_claim;
 mod handshake;
 mod header;
 mod layers;
@@ -56,7 +56,7 @@ mod regions;
 mod session;
 mod sums;
 
-pub use claim::{Claim, Holder};
+pub use engine_claim::{EngineClaim, Holder};
 pub use handshake::{Challenge, Hello, Refusal, ViewMessage, Welcome, decode_text, encode_text};
 pub use header::{Flags, FrameError, HEADER_BYTES, Header, MAX_LAYERS_TEXT_BYTES, MAX_TEXT_BYTES, Opcode};
 pub use layers::{CopyEnd, CopyState, Extent, ExtentsPage, ExtentsQuery, LayerList, WireLayer};

@@ -7,7 +7,7 @@ use shorthorn_types::{Generation, Secret};
 use siphasher::sip::SipHasher24;
 use thiserror::Error;
 
-use crate::claim::{Claim, Holder, derive};
+use crate::engine_claim::{EngineClaim, Holder, derive};
 use crate::handshake::Welcome;
 use crate::header::{FrameError, HEADER_BYTES, Header};
 use crate::mac::{MAC_BYTES, Mac, mac};
@@ -80,7 +80,7 @@ impl Session {
     /// Returns the engine's end of the connection on which the replica has sent `challenge` as its nonce, and
     /// the engine `nonce` with `claim`.
     #[must_use]
-    pub fn of_engine(secret: &Secret, challenge: Nonce, nonce: Nonce, claim: &Claim) -> Session {
+    pub fn of_engine(secret: &Secret, challenge: Nonce, nonce: Nonce, claim: &EngineClaim) -> Session {
         let key = |label| derive(secret, label, challenge, nonce, claim).digest();
         Session {
             generation: claim.generation,
@@ -92,7 +92,7 @@ impl Session {
 
     /// Returns the replica's end of the same connection.
     #[must_use]
-    pub fn of_replica(secret: &Secret, challenge: Nonce, nonce: Nonce, claim: &Claim) -> Session {
+    pub fn of_replica(secret: &Secret, challenge: Nonce, nonce: Nonce, claim: &EngineClaim) -> Session {
         let Session { generation, answers, sends, receives } =
             Session::of_engine(secret, challenge, nonce, claim);
         Session { generation, answers, sends: receives, receives: sends }
@@ -204,8 +204,8 @@ mod tests {
     const CHALLENGE: Challenge = Challenge { nonce: Nonce::new([5; 32]), encrypted: false };
     const NONCE: Nonce = Nonce::new([6; 32]);
 
-    fn claim() -> Claim {
-        Claim {
+    fn claim() -> EngineClaim {
+        EngineClaim {
             volume: "v1".parse().unwrap(),
             replica: ReplicaId::from_random(7),
             generation: Generation::new(3, 1),
@@ -236,18 +236,18 @@ mod tests {
     }
 
     /// Returns all connections that differ from [`session`] in one thing.
-    fn others() -> Vec<(Secret, Nonce, Nonce, Claim)> {
+    fn others() -> Vec<(Secret, Nonce, Nonce, EngineClaim)> {
         let with = |claim| (SECRET, CHALLENGE.nonce, NONCE, claim);
         vec![
             (Secret::new([4; 32]), CHALLENGE.nonce, NONCE, claim()),
             (SECRET, Nonce::new([9; 32]), NONCE, claim()),
             (SECRET, CHALLENGE.nonce, Nonce::new([9; 32]), claim()),
             (SECRET, NONCE, CHALLENGE.nonce, claim()),
-            with(Claim { volume: "v2".parse().unwrap(), ..claim() }),
-            with(Claim { replica: ReplicaId::from_random(8), ..claim() }),
-            with(Claim { generation: Generation::new(3, 2), ..claim() }),
-            with(Claim { generation: Generation::new(3, 1).of_nonce(4), ..claim() }),
-            with(Claim { queue: 1, ..claim() }),
+            with(EngineClaim { volume: "v2".parse().unwrap(), ..claim() }),
+            with(EngineClaim { replica: ReplicaId::from_random(8), ..claim() }),
+            with(EngineClaim { generation: Generation::new(3, 2), ..claim() }),
+            with(EngineClaim { generation: Generation::new(3, 1).of_nonce(4), ..claim() }),
+            with(EngineClaim { queue: 1, ..claim() }),
         ]
     }
 

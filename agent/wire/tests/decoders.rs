@@ -20,9 +20,9 @@ const NONCE: Nonce = Nonce::new([5; 32]);
 /// members is the densest: 70 characters for each; a list that grows doubles its room.
 const HELD_PER_BYTE: usize = 8;
 
-fn claim() -> Claim {
+fn claim() -> EngineClaim {
     let generation = Generation::new(3, 1).of_nonce(1 << 52);
-    Claim { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(7), generation, queue: 2 }
+    EngineClaim { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(7), generation, queue: 2 }
 }
 
 /// Makes the CRC fit, as an attacker does.

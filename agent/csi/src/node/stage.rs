@@ -171,7 +171,7 @@ fn file_system(
     read_only: bool,
 ) -> Result<FsKind, CsiError> {
     let path = device.path.display();
-    let claimed = device::is_claimed(&device.path).map_err(CsiError::system(&path))?;
+    let is_in_use = device::is_open_exclusively(&device.path).map_err(CsiError::system(&path))?;
     let kind = match filesystem::probe(device)? {
         Content::FileSystem(kind) => kind,
         Content::Other(what) => {
@@ -179,8 +179,8 @@ fn file_system(
              clears it";
             return Err(CsiError::Precondition(format!("{path} holds {what}: {hint}")));
         }
-        Content::Empty | Content::Unfinished if read_only || claimed => {
-            let why = if claimed { "another process uses the device" } else { "the volume is read-only" };
+        Content::Empty | Content::Unfinished if read_only || is_in_use => {
+            let why = if is_in_use { "another process uses the device" } else { "the volume is read-only" };
             return Err(CsiError::Precondition(format!("{path} has no file system, and {why}")));
         }
         Content::Empty | Content::Unfinished => {
@@ -195,7 +195,7 @@ fn file_system(
         return Err(CsiError::Precondition(message));
     }
     // A device that is mounted already, here or visible only in another namespace, must not be touched.
-    if !volume.read_only && !claimed {
+    if !volume.read_only && !is_in_use {
         filesystem::check(&device.path, kind)?;
     }
     Ok(kind)

@@ -51,8 +51,8 @@ fn answer_with(text: &(impl Serialize + Sync)) -> ReplicaConnection {
 const SECRET: Secret = Secret::new([3; 32]);
 const CHALLENGE: Challenge = Challenge { nonce: Nonce::new([5; 32]), encrypted: false };
 
-fn claim() -> Claim {
-    Claim {
+fn claim() -> EngineClaim {
+    EngineClaim {
         volume: "v1".parse().unwrap(),
         replica: ReplicaId::from_random(7),
         generation: Generation::new(3, 1),
@@ -117,7 +117,7 @@ fn a_welcome_without_proof_is_refused() {
         (Ok(()), session_of(&earlier, &SECRET).prove_welcome(&welcome()))
     });
     let of_other_queue = handshake_with(|hello| {
-        let other = Hello { claim: Claim { queue: 1, ..claim() }, ..hello.clone() };
+        let other = Hello { claim: EngineClaim { queue: 1, ..claim() }, ..hello.clone() };
         (Ok(()), session_of(&other, &SECRET).prove_welcome(&welcome()))
     });
     // The engine's own proof sent back.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use shorthorn_types::limits::{ENGINE_FLIGHT_BYTES_MAX, ENGINE_FLIGHT_REQUESTS_MAX, MAX_IO_BYTES};
 use shorthorn_types::{Errno, MarkAction, Members, RegionsOf, ReplicaId, Secret};
-use shorthorn_wire::{Claim, Holder, Nonce, Refusal, Session, decode_text};
+use shorthorn_wire::{EngineClaim, Holder, Nonce, Refusal, Session, decode_text};
 
 use super::*;
 use crate::main_loop::COPY_SLOTS;
@@ -18,9 +18,9 @@ const GENERATION: Generation = Generation::new(3, 1);
 const SECRET: Secret = Secret::new([3; 32]);
 const NONCES: [Nonce; 2] = [Nonce::new([5; 32]), Nonce::new([6; 32])];
 
-fn claim() -> Claim {
+fn claim() -> EngineClaim {
     let (volume, replica) = ("v1".parse().unwrap(), ReplicaId::from_random(7));
-    Claim { volume, replica, generation: GENERATION, queue: 0 }
+    EngineClaim { volume, replica, generation: GENERATION, queue: 0 }
 }
 
 pub fn ready(socket: UnixStream) -> ReadyConnection {

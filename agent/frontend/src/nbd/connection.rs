@@ -268,7 +268,7 @@ impl Connection {
         if self.stream.is_sending() {
             return false;
         }
-        let slots = u32::from(shared.share.largest_claim());
+        let slots = u32::from(shared.share.largest_reservation());
         let offer = Offer {
             name: shared.export.name.as_str(),
             size_bytes: shared.export.size_bytes(),
@@ -341,7 +341,7 @@ impl Connection {
         };
         command.error = header.check(shared.export.size_bytes()).err();
         let parts = command.rest_bytes.div_ceil(MAX_IO_BYTES);
-        if self.waits_for_all(&command) && parts > shared.share.largest_claim().into() {
+        if self.waits_for_all(&command) && parts > shared.share.largest_reservation().into() {
             command.error.get_or_insert(NbdError::INVALID);
         }
         if let Some(error) = command.error {
@@ -383,7 +383,7 @@ impl Connection {
         }
         let parts = if self.waits_for_all(&command) { command.rest_bytes.div_ceil(MAX_IO_BYTES) } else { 1 };
         let parts = u16::try_from(parts).unwrap_or(u16::MAX);
-        if !shared.share.claim(self.id, parts) {
+        if !shared.share.reserve(self.id, parts) {
             return false; // continues when slots are given back
         }
         for _ in 0..parts {

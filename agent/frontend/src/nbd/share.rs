@@ -16,7 +16,7 @@ pub(super) struct SlotShare {
     common_free: u16,
     held: Box<[u16]>,
     line: VecDeque<u16>,
-    largest_claim: u16,
+    largest_reservation: u16,
 }
 
 impl SlotShare {
@@ -29,19 +29,19 @@ impl SlotShare {
             common_free,
             held: vec![0; connections.into()].into(),
             line: VecDeque::with_capacity(connections.into()),
-            largest_claim: common_free + 1,
+            largest_reservation: common_free + 1,
         }
     }
 
     /// Returns the maximum slots that one connection can have at once.
-    pub(super) fn largest_claim(&self) -> u16 {
-        self.largest_claim
+    pub(super) fn largest_reservation(&self) -> u16 {
+        self.largest_reservation
     }
 
     /// Promises `count` slots to `connection`, which then takes each with [`SlotShare::take`]. If they are
     /// not free, it waits in the queue from now on.
-    pub(super) fn claim(&mut self, connection: u16, count: u16) -> bool {
-        debug_assert!(count <= self.largest_claim);
+    pub(super) fn reserve(&mut self, connection: u16, count: u16) -> bool {
+        debug_assert!(count <= self.largest_reservation);
         let held = &mut self.held[usize::from(connection)];
         let common = if *held == 0 { count - 1 } else { count };
         let first = self.line.front().is_none_or(|first| *first == connection);
@@ -57,12 +57,12 @@ impl SlotShare {
         true
     }
 
-    /// Takes one of the claimed slots.
+    /// Takes one of the reserved slots.
     ///
     /// # Panics
-    /// No slot was claimed.
+    /// No slot was reserved.
     pub(super) fn take(&mut self) -> u16 {
-        self.pool.take().expect("a claim is granted only if slots are free")
+        self.pool.take().expect("slots are reserved only if they are free")
     }
 
     /// Returns `slot`, which `connection` does not need any more.
@@ -99,26 +99,26 @@ mod tests {
 
     use super::*;
 
-    fn claim(share: &mut SlotShare, connection: u16, count: u16) -> Option<Vec<u16>> {
-        share.claim(connection, count).then(|| (0..count).map(|_| share.take()).collect())
+    fn reserve(share: &mut SlotShare, connection: u16, count: u16) -> Option<Vec<u16>> {
+        share.reserve(connection, count).then(|| (0..count).map(|_| share.take()).collect())
     }
 
     #[test]
-    fn every_connection_can_claim_a_slot() {
+    fn every_connection_can_reserve_a_slot() {
         let mut share = SlotShare::new(8, 3);
-        assert_eq!(share.largest_claim(), 6);
-        assert!(claim(&mut share, 0, 6).is_some(), "one takes all it can");
-        assert!(claim(&mut share, 0, 1).is_none());
-        assert!(claim(&mut share, 1, 1).is_some(), "the others have one each");
-        assert!(claim(&mut share, 2, 1).is_some());
-        assert!(claim(&mut share, 2, 1).is_none());
+        assert_eq!(share.largest_reservation(), 6);
+        assert!(reserve(&mut share, 0, 6).is_some(), "one takes all it can");
+        assert!(reserve(&mut share, 0, 1).is_none());
+        assert!(reserve(&mut share, 1, 1).is_some(), "the others have one each");
+        assert!(reserve(&mut share, 2, 1).is_some());
+        assert!(reserve(&mut share, 2, 1).is_none());
     }
 
     #[test]
     fn is_idle_when_every_slot_is_back() {
         let mut share = SlotShare::new(4, 2);
         assert!(share.is_idle());
-        let slots = claim(&mut share, 1, 2).unwrap();
+        let slots = reserve(&mut share, 1, 2).unwrap();
         for slot in slots {
             assert!(!share.is_idle());
             share.give(1, slot);
@@ -127,20 +127,20 @@ mod tests {
     }
 
     #[test]
-    fn a_large_claim_is_not_overtaken() {
+    fn a_large_reservation_is_not_overtaken() {
         let mut share = SlotShare::new(4, 2);
-        let held = claim(&mut share, 0, 2).unwrap();
-        assert!(claim(&mut share, 1, 3).is_none());
+        let held = reserve(&mut share, 0, 2).unwrap();
+        assert!(reserve(&mut share, 1, 3).is_none());
         share.give(0, held[0]);
-        assert!(claim(&mut share, 0, 2).is_none(), "stands behind the one in line");
-        assert!(claim(&mut share, 1, 3).is_some());
+        assert!(reserve(&mut share, 0, 2).is_none(), "stands behind the one in line");
+        assert!(reserve(&mut share, 1, 3).is_some());
         assert_eq!(share.waiting(0), Some(0));
         assert_eq!(share.waiting(1), None);
     }
 
     proptest! {
-        /// Claims and returns slots in any order. Granted claims find their slots, the queue advances as soon
-        /// as all slots are returned, and no slot is lost.
+        /// Reserves and returns slots in any order. Granted reservations find their slots, the queue advances
+        /// as soon as all slots are returned, and no slot is lost.
         #[test]
         fn slots_are_neither_lost_nor_doubled(
             steps in proptest::collection::vec((0u16..4, 0u16..6), 0..200)
@@ -151,7 +151,7 @@ mod tests {
                 let mine = &mut held[usize::from(connection)];
                 if count == 0 {
                     if let Some(slot) = mine.pop() { share.give(connection, slot); }
-                } else if let Some(slots) = claim(&mut share, connection, count) {
+                } else if let Some(slots) = reserve(&mut share, connection, count) {
                     mine.extend(slots);
                 }
                 let mut all: Vec<u16> = held.iter().flatten().copied().collect();
@@ -163,11 +163,11 @@ mod tests {
                 for slot in slots { share.give(u16::try_from(connection).unwrap(), slot); }
             }
             while let Some(first) = share.waiting(0) {
-                let all = share.largest_claim();
-                let slots = claim(&mut share, first, all).unwrap();
+                let all = share.largest_reservation();
+                let slots = reserve(&mut share, first, all).unwrap();
                 for slot in slots { share.give(first, slot); }
             }
-            prop_assert!(share.claim(2, share.largest_claim()));
+            prop_assert!(share.reserve(2, share.largest_reservation()));
         }
     }
 }

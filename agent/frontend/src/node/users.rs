@@ -34,9 +34,9 @@ pub fn in_use(path: &Path) -> Option<String> {
         .custom_flags(libc::O_EXCL | libc::O_NONBLOCK | libc::O_CLOEXEC)
         .open(path);
     match opened {
-        Ok(claim) => {
+        Ok(exclusive) => {
             // Else it would be found among the users.
-            drop(claim);
+            drop(exclusive);
             lasting_users(path, |_| true)
         }
         Err(error) if is_gone(&error) => None,

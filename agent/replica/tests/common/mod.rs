@@ -17,8 +17,8 @@ use shorthorn_control::{ReplicaSpec, ReplicaStatus, SUM_BYTES_PER_S, Secret, Sta
 use shorthorn_store::AlignedBuffer;
 use shorthorn_types::{Generation, Members, ReplicaId};
 use shorthorn_wire::{
-    Challenge, Claim, Flags, HEADER_BYTES, Header, Hello, Nonce, Opcode, ProvenWelcome, Refusal, Session,
-    Welcome, decode_text, encode_text,
+    Challenge, EngineClaim, Flags, HEADER_BYTES, Header, Hello, Nonce, Opcode, ProvenWelcome, Refusal,
+    Session, Welcome, decode_text, encode_text,
 };
 
 /// A time limit that is reached only by a hang.
@@ -145,9 +145,9 @@ impl Replica {
         Client::open(self.connect(), &claim, SECRET).unwrap()
     }
 
-    pub fn claim(&self, generation: Generation, queue: u16) -> Claim {
+    pub fn claim(&self, generation: Generation, queue: u16) -> EngineClaim {
         let (volume, replica) = (self.spec.volume.clone(), self.spec.replica);
-        Claim { volume, replica, generation, queue }
+        EngineClaim { volume, replica, generation, queue }
     }
 
     pub fn connect(&self) -> UnixStream {
@@ -174,7 +174,7 @@ impl Client {
     /// Answers the challenge with `claim`; the proof is made with `secret`. The error is the refusal.
     pub fn open(
         mut socket: UnixStream,
-        claim: &Claim,
+        claim: &EngineClaim,
         secret: [u8; 32],
     ) -> io::Result<Result<(Client, Welcome), (i32, Refusal)>> {
         socket.set_read_timeout(Some(TIMEOUT))?;

@@ -20,7 +20,7 @@ fuzz_target!(|data: &[u8]| {
 });
 
 fn check_headers(data: &[u8]) {
-    let claim = Claim {
+    let claim = EngineClaim {
         volume: "v1".parse().expect("a volume's name"),
         replica: ReplicaId::from_random(7),
         generation: Generation::new(3, 1).of_nonce(1 << 52),

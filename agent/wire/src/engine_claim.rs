@@ -8,7 +8,7 @@ use crate::proof::{Nonce, Proof};
 
 /// The identity of the engine, and of the replica that it wants.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Claim {
+pub struct EngineClaim {
     /// The volume that the engine serves.
     pub volume: VolumeName,
     /// The replica that it expects at this address.
@@ -31,8 +31,14 @@ pub struct Holder {
 
 /// Returns a MAC over both nonces and all claims of the engine. None of the fields has a line feed, so no two
 /// different lists of fields give the same text.
-pub(crate) fn derive(secret: &Secret, label: &str, challenge: Nonce, nonce: Nonce, claim: &Claim) -> Mac {
+pub(crate) fn derive(
+    secret: &Secret,
+    label: &str,
+    challenge: Nonce,
+    nonce: Nonce,
+    claim: &EngineClaim,
+) -> Mac {
     let (challenge, nonce) = (String::from(challenge), String::from(nonce));
-    let Claim { volume, replica, generation, queue } = claim;
+    let EngineClaim { volume, replica, generation, queue } = claim;
     mac(secret.bytes(), label, &format!("{challenge}\n{nonce}\n{volume}\n{replica}\n{generation}\n{queue}\n"))
 }
