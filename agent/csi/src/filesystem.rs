@@ -1,9 +1,9 @@
 //! Probes devices, and makes, checks and grows the file systems of volumes.
 //!
 //! A device is formatted only if that cannot destroy anything. Either blkid knows nothing on it *and* both
-//! its ends are zero, or it carries the mark of an incomplete format of Shorthorn. A file system is made with
-//! that mark as its label, everything is flushed, and only then is the label removed. After a power cut, the
-//! remains of a format are therefore empty, or marked, or not a file system that can be mounted. (They can
+//! its ends are zero, or it has the label of an incomplete format of Shorthorn. A file system is made with
+//! that label, everything is flushed, and only then is the label removed. After a power cut, the
+//! remains of a format are therefore empty, or labelled, or not a file system that can be mounted. (They can
 //! also be blocks without any signature. They look like data of a user, and are refused.)
 
 use std::path::Path;
@@ -125,7 +125,7 @@ fn make(path: &Path, kind: FsKind) -> Tool {
     tool.arg("--").arg(path)
 }
 
-/// Takes the mark away.
+/// Removes the label of an incomplete format.
 fn finish(path: &Path, kind: FsKind) -> Tool {
     match kind {
         FsKind::Ext4 => Tool::new("tune2fs", PROBE_LIMIT).args(["-L", "", "--"]).arg(path),

@@ -67,7 +67,7 @@ async fn data_of_others_is_never_formatted() {
 async fn a_format_that_was_interrupted_is_done_again() {
     let mut node = Node::new();
     let mut client = node.serve().await;
-    // The state after a power cut after mkfs and before the removal of the mark.
+    // The state after a power cut after mkfs and before the removal of the label.
     for (name, mkfs, wanted) in
         [("v1", "mkfs.ext4", "ext4"), ("v2", "mkfs.xfs", "xfs"), ("v3", "mkfs.xfs", "ext4")]
     {
@@ -78,7 +78,7 @@ async fn a_format_that_was_interrupted_is_done_again() {
         client.stage(stage(name, &staging, file_system(wanted))).await.unwrap();
         let after = run("blkid", &["-p", "-o", "export", &device]);
         assert!(!after.contains(before.trim()) && after.contains(&format!("TYPE={wanted}\n")), "{after}");
-        assert!(!after.contains("LABEL"), "the mark is gone: {after}");
+        assert!(!after.contains("LABEL"), "the label is gone: {after}");
         assert!(put(&staging.join("x"), ""));
     }
 }

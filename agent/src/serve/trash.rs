@@ -5,9 +5,9 @@
 //! is moved, so a directory in the trash always has its identity. A folder without a directory remains from a
 //! move that was interrupted before or after it, and holds no data.
 //!
-//! The folder of a restored directory stays, with the record and a mark. The agent lists the directory as
-//! restored as long as it is in place. So an interrupted undeletion finds the directories that it has
-//! restored, and removes the folders at the end. A directory without an owner is thus always listed.
+//! The folder of a restored directory stays, with the record and a file `restored`. The agent lists the
+//! directory as restored as long as it is in place. So an interrupted undeletion finds the directories that
+//! it has restored, and removes the folders at the end. A directory without an owner is thus always listed.
 //!
 //! A folder that is deleted for good is renamed first, so that a partly deleted directory is never restored.
 //! A deletion holds the lock that each process of a replica takes, and so does an export.
@@ -35,7 +35,7 @@ use crate::serve::salvage;
 const TRASH: &str = ".shorthorn-trash";
 const RECORD: &str = "record.json";
 const DIRECTORY: &str = "replica";
-/// The mark in the folder of a directory that is restored to its place, or is about to be.
+/// The file in the folder of a directory that is restored to its place, or is about to be.
 const RESTORED: &str = "restored";
 /// The suffix of the name of a folder that is being deleted for good.
 const GONE: &str = ".gone";
@@ -240,8 +240,8 @@ pub fn restore(disk: &Path, id: &InstanceId, deleted_ms: u64) -> Result<(), Node
     // Until the end: a sweep skips a locked directory.
     let _lock = lock_unless_unreadable(&folder.join(DIRECTORY))?;
     let restored = read_record(&folder, id, deleted_ms).map_err(NodeError::Precondition).and_then(|_| {
-        let mark = folder.join(RESTORED);
-        fs::File::create(&mark).and_then(|file| file.sync_all()).map_err(NodeError::at(&mark))?;
+        let path = folder.join(RESTORED);
+        fs::File::create(&path).and_then(|file| file.sync_all()).map_err(NodeError::at(&path))?;
         sync(&folder)?;
         move_durably(&folder.join(DIRECTORY), &directory)
     });
@@ -377,8 +377,8 @@ fn entry(disk: &Path, folder: PathBuf) -> Option<TrashEntry> {
     let (id, deleted_ms) = named(&folder)?;
     let (inside, in_place) = (folder.join(DIRECTORY), directory_of(disk, &id));
     let look = || -> io::Result<(bool, bool)> {
-        let is_marked = folder.join(RESTORED).try_exists()?;
-        Ok((is_directory(&inside)?, is_marked && is_directory(&in_place)?))
+        let is_restored = folder.join(RESTORED).try_exists()?;
+        Ok((is_directory(&inside)?, is_restored && is_directory(&in_place)?))
     };
     let (is_restored, record) = match look() {
         Ok((true, _)) => (false, read_record(&folder, &id, deleted_ms)),

@@ -1,5 +1,5 @@
 //! Objects that are stored and that the controller cannot use: their text cannot be read, or they cannot be
-//! marked with the finalizer. The store reports them and continues with all others.
+//! held by the finalizer. The store reports them and continues with all others.
 //!
 //! Such an object is not in the [`ClusterState`](crate::ClusterState), and its absence there proves nothing.
 //! Its replica may hold the only copy of the data, and its engine may write. A rule that concludes something

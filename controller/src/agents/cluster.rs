@@ -1,4 +1,4 @@
-//! Marks calls to agents with the cluster, and checks whether a node belongs to it.
+//! Adds the cluster to calls to agents, and checks whether a node belongs to it.
 
 use shorthorn_api::{CLUSTER_HEADER, LEADER_HEADER, v1};
 use tonic::metadata::{Ascii, MetadataValue};

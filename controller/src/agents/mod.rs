@@ -194,10 +194,10 @@ impl Fleet {
     fn client(&self, node: &NodeName) -> Result<Client, AgentCallError> {
         let channel = self.connections.channel(node);
         let channel = channel.ok_or_else(|| AgentCallError::NotConfigured(node.clone()))?;
-        Ok(NodeClient::new(self.marked(channel)))
+        Ok(NodeClient::new(self.with_cluster(channel)))
     }
 
-    fn marked(&self, channel: Channel) -> AgentChannel {
+    fn with_cluster(&self, channel: Channel) -> AgentChannel {
         InterceptedService::new(channel, OfCluster::new(self.store.cluster(), self.store.leader()))
     }
 
@@ -213,7 +213,7 @@ impl Fleet {
         if !self.agents().get(node).is_some_and(ObservedAgent::is_synced) {
             return None;
         }
-        self.connections.channel(node).map(|channel| self.marked(channel))
+        self.connections.channel(node).map(|channel| self.with_cluster(channel))
     }
 
     /// Has everything on `node` looked at.

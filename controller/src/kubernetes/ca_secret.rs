@@ -46,18 +46,18 @@ impl CaSecret {
         CaSecret { secrets: Api::namespaced(client, namespace), version: Mutex::default() }
     }
 
-    async fn marked_pin(&self) -> Result<Option<String>, CaStorageError> {
+    async fn annotated_pin(&self) -> Result<Option<String>, CaStorageError> {
         let key =
             bounded(self.secrets.get(KEY_NAME)).await.map_err(|error| failed("get", KEY_NAME, &error))?;
         Ok(key.metadata.annotations.and_then(|all| all.get(PIN_ANNOTATION).cloned()))
     }
 
     /// Records the pin of the CA at the Secret with the volume key.
-    async fn mark(&self, pin: &str) -> Result<(), CaStorageError> {
+    async fn annotate(&self, pin: &str) -> Result<(), CaStorageError> {
         let change = json!({ "metadata": { "annotations": { PIN_ANNOTATION: pin } } });
         let (parameters, change) = (PatchParams::default(), Patch::Merge(change));
-        let marked = bounded(self.secrets.patch(KEY_NAME, &parameters, &change)).await;
-        marked.map(drop).map_err(|error| failed("annotate", KEY_NAME, &error))
+        let patched = bounded(self.secrets.patch(KEY_NAME, &parameters, &change)).await;
+        patched.map(drop).map_err(|error| failed("annotate", KEY_NAME, &error))
     }
 }
 
@@ -97,9 +97,9 @@ impl CaStorage for CaSecret {
     async fn load(&self) -> Result<Option<Vec<u8>>, CaStorageError> {
         let found = bounded(self.secrets.get_opt(CA_NAME)).await;
         let found = found.map_err(|error| failed("get", CA_NAME, &error))?;
-        let marked = self.marked_pin().await?;
+        let annotated = self.annotated_pin().await?;
         let Some(secret) = found else {
-            return match marked {
+            return match annotated {
                 None => Ok(None),
                 Some(pin) => Err(CaStorageError(format!(
                     "Secret {CA_NAME} is lost (pin {pin}): restore it from a backup. Without one, remove the \
@@ -116,9 +116,9 @@ impl CaStorage for CaSecret {
         }
         let state = state_of(&secret)?;
         let pin = pin_of(&state)?;
-        if marked.as_ref() != Some(&pin) {
+        if annotated.as_ref() != Some(&pin) {
             // Made just now, rolled over, or restored.
-            self.mark(&pin).await?;
+            self.annotate(&pin).await?;
         }
         *self.version.lock().await = secret.metadata.resource_version;
         Ok(Some(state))
@@ -138,7 +138,7 @@ impl CaStorage for CaSecret {
             let made = bounded(self.secrets.create(&PostParams::default(), &secret(state))).await;
             let made = made.map_err(|error| failed("create", CA_NAME, &error))?;
             *version = made.metadata.resource_version;
-            return self.mark(&pin).await;
+            return self.annotate(&pin).await;
         };
         let data = json!({ FIELD: ByteString(state) });
         let change = json!({ "metadata": { "resourceVersion": known }, "data": data });

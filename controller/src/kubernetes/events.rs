@@ -38,14 +38,14 @@ pub struct Events {
     dropped: Arc<AtomicU64>,
 }
 
-/// An event with the uid of the object that it is about, or a mark in the queue.
+/// An event with the uid of the object that it is about, or a barrier in the queue.
 #[derive(Debug)]
 enum QueuedEvent {
     /// About one of our objects, with its uid if it is known.
     Object(Event, Option<String>),
     /// About a pod.
     Pod(Event<Namespaced>, String),
-    /// All events before this mark are sent or dropped when the receiver gets an answer.
+    /// All events before this barrier are sent or dropped when the receiver gets an answer.
     Flush(oneshot::Sender<()>),
 }
 

@@ -49,7 +49,7 @@ impl Comparison {
 /// replaced.
 pub fn installed() -> PathBuf {
     let program = std::env::current_exe().unwrap_or_else(|_| OWN.into());
-    let program = without_mark(&program);
+    let program = without_suffix(&program);
     if program.exists() { program } else { OWN.into() }
 }
 
@@ -74,7 +74,7 @@ fn file_at(path: &Path) -> Option<InstalledFile> {
 }
 
 /// Returns the path of a program without the suffix that Linux adds if the file was replaced or removed.
-fn without_mark(program: &Path) -> PathBuf {
+fn without_suffix(program: &Path) -> PathBuf {
     let path = program.as_os_str().as_bytes();
     OsStr::from_bytes(path.strip_suffix(b" (deleted)").unwrap_or(path)).into()
 }
@@ -151,7 +151,7 @@ mod tests {
     #[test]
     fn a_replaced_program_has_its_path() {
         for path in ["/usr/bin/shorthorn-agent", "/usr/bin/shorthorn-agent (deleted)"] {
-            assert_eq!(without_mark(Path::new(path)), Path::new("/usr/bin/shorthorn-agent"));
+            assert_eq!(without_suffix(Path::new(path)), Path::new("/usr/bin/shorthorn-agent"));
         }
     }
 

@@ -52,7 +52,7 @@ pub fn object(kind: Kind, stored: &DynamicObject, keys: &VolumeKeys) -> Result<O
         Kind::Volume => {
             let uid = stored.metadata.uid.as_deref().ok_or(ConvertError::Lacks("uid"))?;
             complete_volume(&mut spec, &metadata.name, &String::from(keys.secret_of(uid)));
-            if has_encryption_mark(stored) {
+            if has_encryption_annotation(stored) {
                 spec["encryptInTransit"] = true.into();
             }
             let volume = Volume { metadata, spec: spec_of(spec)?, status: status_of(status)? };
@@ -70,8 +70,8 @@ pub fn asks_for_encryption(object: &DynamicObject) -> bool {
     object.data["spec"]["encryptInTransit"] == true
 }
 
-/// Returns true if the volume was encrypted when it was marked as ours.
-pub fn has_encryption_mark(object: &DynamicObject) -> bool {
+/// Returns true if the volume was encrypted when its finalizer was set.
+pub fn has_encryption_annotation(object: &DynamicObject) -> bool {
     let annotations = object.metadata.annotations.as_ref();
     annotations.is_some_and(|all| all.contains_key(ENCRYPTION_ANNOTATION))
 }

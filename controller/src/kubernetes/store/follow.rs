@@ -22,9 +22,9 @@ use crate::kubernetes::list_watch::{Pages, Watch, WatchChange, WatchEnd};
 
 /// The maximum number of restarts of a list whose version the API server has forgotten.
 const LISTS_MAX: u32 = 5;
-/// The number of objects that are marked at a time during a list.
+/// The number of objects that get the finalizer at a time during a list.
 const HOLDS_MAX: usize = 16;
-/// The wait before objects are tried again that could not be marked as ours.
+/// The wait before objects are tried again whose finalizer could not be set.
 const LEFT_OUT_WAIT: Duration = Duration::from_secs(30);
 
 /// The reason why the changes of a kind are not followed any further.
@@ -52,7 +52,7 @@ impl From<WatchEnd> for FollowError {
 pub(super) struct Followed {
     /// The version up to which all changes are known.
     version: u64,
-    /// But for these, which the API server does not let us mark as ours.
+    /// But for these, whose finalizer the API server does not let us set.
     left_out: BTreeSet<Key>,
     /// The time of the next attempt for these objects.
     again_at: Instant,
@@ -65,7 +65,7 @@ impl Followed {
 
     /// Reports an object that is left out, unless it is known.
     fn leave_out(&mut self, key: Key, error: &CallError) {
-        tracing::warn!(%key, %error, "this object cannot be marked as ours and is left out for now");
+        tracing::warn!(%key, %error, "cannot set the finalizer of this object, which is left out for now");
         if self.left_out.is_empty() {
             self.again_at = Instant::now() + LEFT_OUT_WAIT;
         }
@@ -132,7 +132,7 @@ async fn list_once(inner: &Arc<Inner>, kind: Kind) -> Result<Followed, OpenError
     Ok(followed)
 }
 
-/// Adds a page to a list. Objects that are not marked as ours yet are marked side by side.
+/// Adds a page to a list. Objects that are not held yet get the finalizer side by side.
 async fn read_page(
     inner: &Arc<Inner>,
     kind: Kind,
@@ -145,32 +145,32 @@ async fn read_page(
             Read::Object(object) => list.objects.push(*object),
             Read::Nothing => list.unreadable.push(key),
             Read::LeftOut(left_out) => drop(list.left_out.insert(key, left_out)),
-            Read::Unmarked(left_out, error) => {
+            Read::NotHeld(left_out, error) => {
                 followed.leave_out(key.clone(), &error);
                 list.left_out.insert(key, left_out);
             }
         }
         Ok::<(), CallError>(())
     };
-    let mut marking = JoinSet::new();
+    let mut holding = JoinSet::new();
     for object in objects {
         let key = key_of(kind, &object);
-        if is_marked(kind, &object) {
+        if is_completely_held(kind, &object) {
             take(key.clone(), readable(inner, &key, object).await)?;
             continue;
         }
-        if marking.len() >= HOLDS_MAX
-            && let Some(Ok((key, read))) = marking.join_next().await
+        if holding.len() >= HOLDS_MAX
+            && let Some(Ok((key, read))) = holding.join_next().await
         {
             take(key, read)?;
         }
         let inner = Arc::clone(inner);
-        marking.spawn(async move {
+        holding.spawn(async move {
             let read = readable(&inner, &key, object).await;
             (key, read)
         });
     }
-    for (key, read) in marking.join_all().await {
+    for (key, read) in holding.join_all().await {
         take(key, read)?;
     }
     Ok(())
@@ -191,7 +191,7 @@ pub(super) async fn complete(inner: &Inner) -> Result<(), OpenError> {
         match readable(inner, &key, found).await? {
             Read::Object(volume) => inner.known.take(*volume),
             Read::Nothing => {}
-            Read::LeftOut(left_out) | Read::Unmarked(left_out, _) => inner.known.leave_out(key, left_out),
+            Read::LeftOut(left_out) | Read::NotHeld(left_out, _) => inner.known.leave_out(key, left_out),
         }
     }
     Ok(())
@@ -215,11 +215,11 @@ enum Read {
     /// The object cannot be used.
     LeftOut(LeftOut),
     /// The finalizer of the object cannot be set now. The controller tries again.
-    Unmarked(LeftOut, CallError),
+    NotHeld(LeftOut, CallError),
 }
 
-/// The remedy for an object that the API server does not let us mark.
-const UNMARKED_REMEDY: &str = "let the controller change it (packaging/deploy/rbac.yaml, admission \
+/// The remedy for an object whose finalizer the API server does not let us set.
+const NOT_HELD_REMEDY: &str = "let the controller change it (packaging/deploy/rbac.yaml, admission \
                                webhooks); it tries again every 30 s";
 
 fn left_out(key: &Key, object: &DynamicObject, why: String, remedy: String) -> LeftOut {
@@ -236,7 +236,7 @@ fn unreadable(key: &Key, object: &DynamicObject, error: &ConvertError) -> LeftOu
     left_out(key, object, error.to_string(), remedy)
 }
 
-/// Reads an object, and marks it as ours if it is not yet.
+/// Reads an object, and sets our finalizer if it is missing.
 async fn readable(inner: &Inner, key: &Key, mut object: DynamicObject) -> Result<Read, CallError> {
     let is_held = finalizer::is_held(key.kind, &object.metadata);
     if !is_held && object.metadata.deletion_timestamp.is_some() {
@@ -245,7 +245,7 @@ async fn readable(inner: &Inner, key: &Key, mut object: DynamicObject) -> Result
     }
     // The check comes before the hold: the creator can remove an invalid object again.
     match convert::object(key.kind, &object, &inner.keys) {
-        Ok(read) if is_marked(key.kind, &object) => return Ok(Read::Object(Box::new(read))),
+        Ok(read) if is_completely_held(key.kind, &object) => return Ok(Read::Object(Box::new(read))),
         Ok(_) => {}
         Err(error) => {
             refuse(inner, key, &object, &error).await;
@@ -257,12 +257,13 @@ async fn readable(inner: &Inner, key: &Key, mut object: DynamicObject) -> Result
         Err(error) if is_code(&error, 404) => return Ok(Read::Nothing),
         // Another writer was first: the watch brings the new version.
         Err(error) if is_code(&error, 409) => {
-            let (why, remedy) = ("the object was changed while the controller marked it", "wait a moment");
+            let (why, remedy) =
+                ("the object was changed while the controller set its finalizer", "wait a moment");
             return Ok(Read::LeftOut(left_out(key, &object, why.to_owned(), remedy.to_owned())));
         }
         Err(error) if is_about_object(&error) => {
-            let why = format!("the object cannot be marked with the finalizer: {error}");
-            return Ok(Read::Unmarked(left_out(key, &object, why, UNMARKED_REMEDY.to_owned()), error));
+            let why = format!("the finalizer of the object cannot be set: {error}");
+            return Ok(Read::NotHeld(left_out(key, &object, why, NOT_HELD_REMEDY.to_owned()), error));
         }
         Err(error) => return Err(error),
     }
@@ -302,11 +303,11 @@ async fn refuse(inner: &Inner, key: &Key, object: &DynamicObject, error: &Conver
 }
 
 /// Returns true if the object has our finalizer, and a volume its annotations.
-fn is_marked(kind: Kind, object: &DynamicObject) -> bool {
+fn is_completely_held(kind: Kind, object: &DynamicObject) -> bool {
     let is_complete = kind != Kind::Volume
         || object.metadata.deletion_timestamp.is_some()
         || has_fingerprint(object)
-            && (convert::has_encryption_mark(object) || !convert::asks_for_encryption(object));
+            && (convert::has_encryption_annotation(object) || !convert::asks_for_encryption(object));
     is_complete && finalizer::is_held(kind, &object.metadata)
 }
 
@@ -316,14 +317,14 @@ fn has_fingerprint(volume: &DynamicObject) -> bool {
 }
 
 /// Adds our finalizer, and in the same write the annotations of a volume. These are the fingerprint of the
-/// key that it needs from here on, and the mark of encryption.
+/// key that it needs from here on, and that of encryption.
 async fn hold(inner: &Inner, key: &Key, object: &DynamicObject) -> Result<DynamicObject, CallError> {
     let version = convert::version(object.metadata.resource_version.as_deref()).unwrap_or(0);
     let mut finalizers = object.metadata.finalizers.clone().unwrap_or_default();
     if !finalizers.iter().any(|one| one == finalizer::FINALIZER) {
         finalizers.push(finalizer::FINALIZER.to_owned());
     }
-    let annotations = (key.kind == Kind::Volume).then(|| inner.marks_of(object));
+    let annotations = (key.kind == Kind::Volume).then(|| inner.annotations_of(object));
     inner.remote.send(key, version, Part::Held { finalizers, annotations }).await
 }
 
@@ -391,7 +392,7 @@ async fn take_changes(
 /// The result of a new attempt; none if the object is gone.
 type Tried = Result<Option<Read>, CallError>;
 
-/// Attempts to mark as ours the objects that are left out. They end with this value.
+/// Attempts to set the finalizers of objects that are left out. They end with this value.
 #[derive(Default)]
 struct Retries {
     waiting: VecDeque<Key>,
@@ -431,15 +432,15 @@ fn take_tried(inner: &Inner, key: Key, tried: Tried, followed: &mut Followed) ->
             followed.left_out.remove(&key);
             inner.known.take(*object);
             if !inner.known.state().has(&key) {
-                // Another controller has marked it, and the watch is past that.
-                return Err(FollowError::Lost(format!("{key} was marked meanwhile")));
+                // Another controller has set its finalizer, and the watch is past that.
+                return Err(FollowError::Lost(format!("{key} got its finalizer meanwhile")));
             }
         }
         Ok(Some(Read::LeftOut(left_out))) => {
             followed.left_out.remove(&key);
             inner.known.leave_out(key, left_out);
         }
-        Ok(Some(Read::Unmarked(_, error))) | Err(error) => followed.leave_out(key, &error),
+        Ok(Some(Read::NotHeld(_, error))) | Err(error) => followed.leave_out(key, &error),
         Ok(Some(Read::Nothing) | None) => {
             followed.left_out.remove(&key);
             inner.known.forget_left_out(&key);
@@ -471,18 +472,18 @@ async fn take(
         followed.left_out.remove(&key);
         inner.known.take_gone(key, at);
     } else {
-        // It is listed again if it cannot be marked now.
+        // It is listed again if its finalizer cannot be set now.
         let read =
             readable(inner, &key, object).await.map_err(|error| FollowError::Lost(error.to_string()))?;
-        let is_unmarked = matches!(read, Read::Unmarked(..));
-        if !is_unmarked {
+        let is_not_held = matches!(read, Read::NotHeld(..));
+        if !is_not_held {
             followed.left_out.remove(&key);
         }
         match read {
             Read::Object(object) => inner.known.take(*object),
             Read::Nothing => inner.known.forget_left_out(&key),
             Read::LeftOut(left_out) => inner.known.leave_out(key, left_out),
-            Read::Unmarked(left_out, error) => {
+            Read::NotHeld(left_out, error) => {
                 followed.leave_out(key.clone(), &error);
                 inner.known.leave_out(key, left_out);
             }

@@ -296,7 +296,7 @@ impl Inner {
         let Parts { spec, status } = convert::parts(object)?;
         let mut new = convert::new(object, spec, self.remote.namespace());
         if key.kind == Kind::Volume {
-            new.metadata.annotations = Some(self.marks_of(&new));
+            new.metadata.annotations = Some(self.annotations_of(&new));
         }
         if convert::asks_for_encryption(&new) {
             // A dry run: reconcilers would see a volume that is made and taken back.
@@ -313,12 +313,12 @@ impl Inner {
     }
 
     /// Returns the annotations of a volume that its fields do not keep.
-    fn marks_of(&self, volume: &DynamicObject) -> BTreeMap<String, String> {
-        let mut marks = BTreeMap::from([(FINGERPRINT_ANNOTATION.to_owned(), self.keys.fingerprint())]);
+    fn annotations_of(&self, volume: &DynamicObject) -> BTreeMap<String, String> {
+        let mut annotations = BTreeMap::from([(FINGERPRINT_ANNOTATION.to_owned(), self.keys.fingerprint())]);
         if convert::asks_for_encryption(volume) {
-            marks.insert(convert::ENCRYPTION_ANNOTATION.to_owned(), "true".to_owned());
+            annotations.insert(convert::ENCRYPTION_ANNOTATION.to_owned(), "true".to_owned());
         }
-        marks
+        annotations
     }
 
     async fn update(&self, key: &Key, stored: Object, object: &Object) -> Result<Object, WriteError> {

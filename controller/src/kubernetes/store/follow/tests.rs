@@ -153,27 +153,28 @@ async fn an_object_that_cannot_be_marked_is_left_out_and_taken_in_later() {
     assert_eq!(inner.known.state().unknown(&b), None);
 }
 
-/// A client makes volumes too; without the mark a definition of an earlier release would drop the encryption.
+/// A client makes volumes too; without the annotation a definition of an earlier release would drop the
+/// encryption.
 #[tokio::test]
-async fn an_encrypted_volume_is_marked_as_one() {
+async fn an_encrypted_volume_gets_the_annotation() {
     let api = Arc::<PagedVolumes>::default();
     for name in ["a", "b", "c"] {
         api.add(name);
     }
-    let marks = json!({ FINGERPRINT_ANNOTATION: "f" });
+    let annotations = json!({ FINGERPRINT_ANNOTATION: "f" });
     for name in ["b", "c"] {
         let mut volumes = api.volumes.lock().unwrap();
         let volume = volumes.get_mut(name).unwrap();
         volume["spec"]["encryptInTransit"] = json!(name == "b");
-        volume["metadata"]["annotations"] = marks.clone();
+        volume["metadata"]["annotations"] = annotations.clone();
         volume["metadata"]["finalizers"] = json!([finalizer::FINALIZER]);
     }
     let inner = inner(&api);
     list(&inner, Kind::Volume).await.unwrap();
     let volumes = api.volumes.lock().unwrap();
-    let has_mark =
+    let has_annotation =
         |name: &str| !volumes[name]["metadata"]["annotations"][convert::ENCRYPTION_ANNOTATION].is_null();
-    assert_eq!((has_mark("a"), has_mark("b"), has_mark("c")), (false, true, false));
+    assert_eq!((has_annotation("a"), has_annotation("b"), has_annotation("c")), (false, true, false));
     assert_eq!(volumes["c"]["metadata"]["resourceVersion"], "5", "it has all that it needs");
 }
 
