@@ -194,9 +194,10 @@ fn until_summed(volume: &BareVolume) -> Result<()> {
 
 /// Returns the regions whose sums count according to a replica, also after the process dies.
 fn sums_of(directory: &Path) -> Result<WriteIntentLog> {
-    let guard: serde_json::Value = serde_json::from_slice(&fs::read(directory.join("shorthorn.guard"))?)?;
+    let epoch_record: serde_json::Value =
+        serde_json::from_slice(&fs::read(directory.join("shorthorn.guard"))?)?;
     let regions = Regions::of(fs::metadata(head(directory)?)?.len());
-    let epoch = guard["epoch"].as_u64().context("the guard has no epoch")?;
+    let epoch = epoch_record["epoch"].as_u64().context("the epoch record has no epoch")?;
     let mut intent_log = WriteIntentLog::new(regions, epoch, &RegionSet::empty(regions.count()));
     intent_log.keep_unsummed(Some(&fs::read(directory.join("shorthorn.unsummed"))?));
     Ok(intent_log)

@@ -44,10 +44,10 @@ fn with_snapshot(size_bytes: u64) -> Volume {
 
 /// Returns true if the checksums of the first region count, also after the process has died.
 fn is_summed(directory: &Path, size_bytes: u64) -> bool {
-    let guard: serde_json::Value =
+    let epoch_record: serde_json::Value =
         serde_json::from_slice(&fs::read(directory.join("shorthorn.guard")).unwrap()).unwrap();
     let regions = Regions::of(size_bytes);
-    let epoch = guard["epoch"].as_u64().unwrap();
+    let epoch = epoch_record["epoch"].as_u64().unwrap();
     let mut intent_log = WriteIntentLog::new(regions, epoch, &RegionSet::empty(regions.count()));
     let Ok(pages) = fs::read(directory.join("shorthorn.unsummed")) else { return false };
     intent_log.keep_unsummed(Some(&pages));

@@ -28,8 +28,8 @@ use std::os::fd::{AsRawFd, RawFd};
 use nix::fcntl::OFlag;
 use shorthorn_types::limits::BLOCK_BYTES;
 
+use crate::epoch_record::EpochRecord;
 use crate::error::StoreError;
-use crate::guard::Guard;
 use crate::medium::Medium;
 use crate::sums_files::BLOCK_SUMS_FILE;
 
@@ -162,15 +162,15 @@ pub struct BlockSumsFile {
 }
 
 impl BlockSumsFile {
-    /// Opens the file. Starts a new series unless the existing one counts. From now on, the guard relies on
+    /// Opens the file. Starts a new series unless the existing one counts. From now on, the record relies on
     /// the set of regions without sums.
-    pub(crate) fn open(medium: &Medium, guard: &mut Guard) -> Result<BlockSumsFile> {
+    pub(crate) fn open(medium: &Medium, epoch_record: &mut EpochRecord) -> Result<BlockSumsFile> {
         let directory = medium.directory();
-        let series = match guard.series() {
+        let series = match epoch_record.series() {
             Some(series) => series,
             None => {
                 directory.unlink(BLOCK_SUMS_FILE)?;
-                guard.begin_series(directory)?
+                epoch_record.begin_series(directory)?
             }
         };
         let is_new = directory.stat(BLOCK_SUMS_FILE)?.is_none();
@@ -179,7 +179,7 @@ impl BlockSumsFile {
         if is_new {
             directory.sync()?;
         }
-        guard.set_keeps_sums(true);
+        epoch_record.set_keeps_sums(true);
         Ok(BlockSumsFile { file, series })
     }
 
@@ -243,12 +243,12 @@ mod tests {
     fn a_series_continues_until_its_sums_are_forgotten() {
         let temp = tempfile::tempdir().unwrap();
         let medium = Medium::at(temp.path(), false);
-        let mut guard = Guard::new();
-        let first = BlockSumsFile::open(&medium, &mut guard).unwrap().series();
-        assert!(!guard.has_unkept_sums());
-        assert_eq!(BlockSumsFile::open(&medium, &mut guard).unwrap().series(), first);
-        guard.forget_sums(medium.directory()).unwrap();
+        let mut epoch_record = EpochRecord::new();
+        let first = BlockSumsFile::open(&medium, &mut epoch_record).unwrap().series();
+        assert!(!epoch_record.has_unkept_sums());
+        assert_eq!(BlockSumsFile::open(&medium, &mut epoch_record).unwrap().series(), first);
+        epoch_record.forget_sums(medium.directory()).unwrap();
         assert!(medium.directory().stat(BLOCK_SUMS_FILE).unwrap().is_none());
-        assert!(BlockSumsFile::open(&medium, &mut guard).unwrap().series() > first);
+        assert!(BlockSumsFile::open(&medium, &mut epoch_record).unwrap().series() > first);
     }
 }

@@ -16,9 +16,9 @@ use shorthorn_chain::{
 };
 
 use crate::directory::Directory;
+use crate::epoch_record::EpochRecord;
 use crate::error::StoreError;
 use crate::facts::recover_directory;
-use crate::guard::Guard;
 use crate::steps::Executor;
 use crate::sums_files::sweep_sums;
 use crate::timestamp::now_rfc3339;
@@ -37,7 +37,7 @@ pub(crate) struct CopyRecord {
     prepared: bool,
     /// True for layers that are complete and durable.
     done: Vec<bool>,
-    /// The epoch of the guard in which the record was written.
+    /// The epoch in which the record was written.
     epoch: u64,
 }
 
@@ -132,7 +132,11 @@ impl CopyRecord {
     ///
     /// # Errors
     /// [`StoreError::CopyFormat`], or an I/O error.
-    pub(crate) fn resume(executor: &Executor<'_>, guard: &mut Guard, is_read_only: bool) -> Result<Resumed> {
+    pub(crate) fn resume(
+        executor: &Executor<'_>,
+        epoch_record: &mut EpochRecord,
+        is_read_only: bool,
+    ) -> Result<Resumed> {
         if is_read_only {
             return Ok(Resumed::default());
         }
@@ -152,38 +156,38 @@ impl CopyRecord {
             Err(Unusable::Bad { reason, is_prepared }) => {
                 let dropped =
                     format!("{COPY_FILE} is of no use ({reason}): the copy from another replica starts over");
-                CopyRecord::drop_record(executor, guard, is_prepared)?;
+                CopyRecord::drop_record(executor, epoch_record, is_prepared)?;
                 return Ok(Resumed { copy: None, dropped: Some(dropped) });
             }
         };
-        if copy.epoch != guard.epoch() {
+        if copy.epoch != epoch_record.epoch() {
             // Another program has had the directory open: no layer counts as complete.
             copy.done.fill(false);
-            copy.epoch = guard.epoch();
+            copy.epoch = epoch_record.epoch();
         }
         if !copy.prepared {
-            copy.prepare(executor, guard)?;
+            copy.prepare(executor, epoch_record)?;
         }
         Ok(Resumed { copy: Some(copy), dropped: None })
     }
 
     /// Removes a record that is of no use. Repeatable, as long as the record is there. A directory without a
     /// valid layout is emptied only if the copy was about to replace its content anyway.
-    fn drop_record(executor: &Executor<'_>, guard: &mut Guard, is_prepared: bool) -> Result<()> {
+    fn drop_record(executor: &Executor<'_>, epoch_record: &mut EpochRecord, is_prepared: bool) -> Result<()> {
         let directory = executor.directory();
         let accepting = Checks { accept_short_layers: true, accept_rebuilding: true, ..Checks::default() };
         match recover_directory(directory, &accepting) {
             Ok(recovery) => {
                 // The copied replica has accepted the sizes of its layers. The next opening has no record.
-                guard.set_sizes(recovery.layout.short_layers());
-                guard.save(directory)?;
+                epoch_record.set_sizes(recovery.layout.short_layers());
+                epoch_record.save(directory)?;
             }
             // Emptying the directory would not help against a foreign file, or a feature of a later program.
             Err(StoreError::Chain { source, .. })
                 if !is_prepared
                     && !matches!(source, ChainError::ForeignMeta { .. } | ChainError::Unsupported { .. }) =>
             {
-                CopyRecord::make_empty(executor, guard)?;
+                CopyRecord::make_empty(executor, epoch_record)?;
             }
             Err(error) => return Err(error),
         }
@@ -191,22 +195,22 @@ impl CopyRecord {
     }
 
     /// Makes the directory that of an empty volume of the same size.
-    fn make_empty(executor: &Executor<'_>, guard: &mut Guard) -> Result<()> {
+    fn make_empty(executor: &Executor<'_>, epoch_record: &mut EpochRecord) -> Result<()> {
         let directory = executor.directory();
         sweep_sums(directory, |_| false)?;
-        guard.drop_series(directory)?;
+        epoch_record.drop_series(directory)?;
         let volume = read_volume(directory)?;
         let size_bytes = u64::try_from(volume.size).unwrap_or(0);
         let empty = CopyList::empty(size_bytes, &now_rfc3339());
         let empty = empty.map_err(|error| StoreError::chain(directory.path(), error))?;
-        executor.run(&empty.steps(&volume, &directory.list()?, &[]), guard)
+        executor.run(&empty.steps(&volume, &directory.list()?, &[]), epoch_record)
     }
 
     /// Makes the layers. Repeatable.
-    pub(crate) fn prepare(&mut self, executor: &Executor<'_>, guard: &mut Guard) -> Result<()> {
+    pub(crate) fn prepare(&mut self, executor: &Executor<'_>, epoch_record: &mut EpochRecord) -> Result<()> {
         let directory = executor.directory();
         let steps = self.list.steps(&read_volume(directory)?, &directory.list()?, &self.done);
-        executor.run(&steps, guard)?;
+        executor.run(&steps, epoch_record)?;
         self.prepared = true;
         self.save(directory)
     }

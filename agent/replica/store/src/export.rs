@@ -13,10 +13,10 @@ use shorthorn_types::limits::BLOCK_BYTES;
 
 use crate::buffer::{AlignedBuffer, CHUNK_BYTES};
 use crate::directory::Directory;
+use crate::epoch_record::EpochRecord;
 use crate::error::StoreError;
 use crate::facts::recover_directory;
 use crate::files::{Files, Writable, data_extents};
-use crate::guard::Guard;
 use crate::host::HostFileSystem;
 use crate::lock::Lock;
 
@@ -98,8 +98,9 @@ struct Volume {
 impl Volume {
     fn open(directory: &Directory, snapshot: Option<&str>) -> Result<Volume> {
         let host = HostFileSystem::probe(directory, true)?;
-        let guard = Guard::load(directory)?;
-        let known_sizes = guard.map(|guard| guard.known_sizes().clone()).unwrap_or_default();
+        let epoch_record = EpochRecord::load(directory)?;
+        let known_sizes =
+            epoch_record.map(|epoch_record| epoch_record.known_sizes().clone()).unwrap_or_default();
         let checks = Checks { known_sizes, ..Checks::default() };
         let layout = recover_directory(directory, &checks)?.layout;
         let chain = chain_of(&layout, snapshot, &checks)

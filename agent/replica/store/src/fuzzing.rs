@@ -1,7 +1,7 @@
 //! Entry points of the fuzz targets in tests/fuzz: the parsers of records are private otherwise.
 
 use crate::block_sums::{SUM_PAGE_BYTES, SumPage};
-use crate::{boot, copy_record, guard, lost_blocks, state, sums};
+use crate::{boot, copy_record, epoch_record, lost_blocks, state, sums};
 
 /// The number of the page and its series.
 const PAGE: (u64, u64) = (3, 5);
@@ -13,7 +13,7 @@ const PAGE: (u64, u64) = (3, 5);
 pub fn check_documents(bytes: &[u8]) {
     boot::fuzzing::check(bytes);
     copy_record::fuzzing::check(bytes);
-    guard::fuzzing::check(bytes);
+    epoch_record::fuzzing::check(bytes);
     lost_blocks::fuzzing::check(bytes);
     state::fuzzing::check(bytes);
 }

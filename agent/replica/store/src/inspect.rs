@@ -10,9 +10,9 @@ use shorthorn_types::{HumanBytes, Regions};
 
 use crate::boot::Boot;
 use crate::directory::Directory;
+use crate::epoch_record::EpochRecord;
 use crate::error::StoreError;
 use crate::facts::collect;
-use crate::guard::Guard;
 use crate::info::Provenance;
 use crate::lock::Lock;
 use crate::regions;
@@ -166,8 +166,9 @@ pub fn inspect(path: impl AsRef<Path>) -> Result<Inspection, StoreError> {
     };
     let facts = collect(&directory)?;
     let volume = facts.volume_meta.as_deref().and_then(|bytes| VolumeMeta::parse(bytes).ok());
-    let found = Guard::load(&directory)?;
-    let known_sizes = found.as_ref().map(|guard| guard.known_sizes().clone()).unwrap_or_default();
+    let found = EpochRecord::load(&directory)?;
+    let known_sizes =
+        found.as_ref().map(|epoch_record| epoch_record.known_sizes().clone()).unwrap_or_default();
     let checks = Checks { accept_rebuilding: true, known_sizes, ..Checks::default() };
     let recovered = recover(facts.clone(), &checks);
     let (usable, layers) = match &recovered {
@@ -241,13 +242,13 @@ fn inspected_volume(volume: VolumeMeta) -> InspectedVolume {
 
 fn own_state(
     directory: &Directory,
-    found: Option<Guard>,
+    found: Option<EpochRecord>,
     volume: Option<&VolumeMeta>,
     problems: &mut Vec<Problem>,
 ) -> Result<OwnState, StoreError> {
     let was_ours = found.is_some();
-    let epoch = found.as_ref().map(Guard::epoch);
-    let foreign = match Guard::judge(directory, found) {
+    let epoch = found.as_ref().map(EpochRecord::epoch);
+    let foreign = match EpochRecord::judge(directory, found) {
         Ok((_, Provenance::Foreign { why })) if was_ours => Some(why),
         Err(error) if was_ours => Some(error.to_string()),
         _ => None,

@@ -27,6 +27,7 @@ mod chain;
 mod copy_record;
 mod directory;
 mod directory_lock;
+mod epoch_record;
 mod error;
 mod export;
 mod facts;
@@ -34,7 +35,6 @@ mod fiemap;
 mod files;
 #[cfg(shorthorn_fuzzing)]
 pub mod fuzzing;
-mod guard;
 mod host;
 mod image;
 mod info;

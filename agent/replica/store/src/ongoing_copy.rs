@@ -4,9 +4,9 @@ use shorthorn_chain::{Checks, CopyList};
 
 use crate::copy_record::CopyRecord;
 use crate::directory::Directory;
+use crate::epoch_record::EpochRecord;
 use crate::error::StoreError;
 use crate::facts::recover_directory;
-use crate::guard::Guard;
 use crate::image::Image;
 use crate::medium::Medium;
 use crate::sums_files::sweep_sums;
@@ -45,24 +45,24 @@ impl OngoingCopy {
         mut copy: CopyRecord,
         medium: &Medium,
         image: &mut Image,
-        guard: &mut Guard,
+        epoch_record: &mut EpochRecord,
     ) -> Result<()> {
         let executor = medium.executor();
         // New layers may get the inodes of removed ones.
         sweep_sums(medium.directory(), |_| false)?;
-        guard.drop_series(medium.directory())?;
+        epoch_record.drop_series(medium.directory())?;
         image.volume_mut().set_rebuilding(true);
-        executor.run(&image.layout().volume_steps(), guard)?;
+        executor.run(&image.layout().volume_steps(), epoch_record)?;
         copy.save(medium.directory())?;
         executor.pass(|| "recorded the copy".to_owned())?;
-        copy.prepare(&executor, guard)?;
+        copy.prepare(&executor, epoch_record)?;
         executor.pass(|| "prepared the copy".to_owned())?;
         // The source has accepted the sizes of its layers.
         let accepting = Checks { accept_short_layers: true, accept_rebuilding: true, ..Checks::default() };
         image.set_layout(recover_directory(medium.directory(), &accepting)?.layout);
-        guard.set_sizes(image.layout().short_layers());
-        guard.save(medium.directory())?;
-        image.accept_sizes(guard.known_sizes());
+        epoch_record.set_sizes(image.layout().short_layers());
+        epoch_record.save(medium.directory())?;
+        image.accept_sizes(epoch_record.known_sizes());
         self.record = Some(copy);
         Ok(())
     }

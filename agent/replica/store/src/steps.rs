@@ -8,9 +8,9 @@ use shorthorn_types::ByteRange;
 
 use crate::buffer::AlignedBuffer;
 use crate::directory::{Directory, stat_of};
+use crate::epoch_record::EpochRecord;
 use crate::error::StoreError;
 use crate::files::{data_extents, open_image};
-use crate::guard::Guard;
 use crate::options::{Fault, FaultHook};
 
 type Result<T> = std::result::Result<T, StoreError>;
@@ -35,7 +35,7 @@ impl<'a> Executor<'a> {
     }
 
     /// Executes `steps`, which may replace `volume.meta`.
-    pub fn run(&self, steps: &[FileStep], guard: &mut Guard) -> Result<()> {
+    pub fn run(&self, steps: &[FileStep], epoch_record: &mut EpochRecord) -> Result<()> {
         let mut made = None;
         let mut before = None;
         for step in steps {
@@ -43,7 +43,7 @@ impl<'a> Executor<'a> {
                 FileStep::SyncFile { name } if let Some(bytes) = written(before, name) => {
                     self.directory.sync_document(name, bytes)?;
                 }
-                FileStep::Vouch { name } => guard.vouch(self.directory, name)?,
+                FileStep::Vouch { name } => epoch_record.vouch(self.directory, name)?,
                 // A new file has nothing to lose.
                 FileStep::SyncFile { name } if ImageName::parse(name).is_some() && made != Some(name) => {
                     self.sync_data(name)?;
@@ -92,7 +92,7 @@ impl<'a> Executor<'a> {
             FileStep::CreateSparse { name, size_bytes } => directory.create_sparse(name, *size_bytes),
             FileStep::Grow { name, size_bytes } => directory.grow(name, *size_bytes),
             FileStep::Fold { from, into } => self.fold(from, into, progress),
-            // Only changes of the head come with this step, and they run with a guard.
+            // Only changes of the head come with this step, and they run with an epoch record.
             FileStep::Vouch { .. } => Ok(()),
         }
     }

@@ -26,10 +26,10 @@ use crate::boot::{Boot, LossRecord};
 use crate::chain::Chain;
 use crate::copy_record::{CopyRecord, Resumed};
 use crate::directory::{Directory, RESERVE_FILE};
+use crate::epoch_record::{EPOCH_RECORD_FILE, EpochRecord};
 use crate::error::StoreError;
 use crate::facts::{collect, recover_directory};
 use crate::files::Writable;
-use crate::guard::{GUARD_FILE, Guard};
 use crate::host::{HostFileSystem, PROBE_FILE};
 use crate::image::Image;
 use crate::info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo, snapshots};
@@ -65,7 +65,7 @@ pub struct Store {
     /// The layers: layout, files, and the map of their blocks.
     image: Image,
     /// The record that no other program has had the directory open.
-    guard: Guard,
+    epoch_record: EpochRecord,
     /// The copy from another replica that is under way.
     copy: OngoingCopy,
     /// The part of the head that may have blocks that are allocated but not written.
@@ -95,7 +95,7 @@ impl Store {
         sweep_for_create(&directory)?;
         let host = HostFileSystem::probe(&directory, false)?;
         let medium = Medium::new(directory, host, options.fault, false);
-        medium.executor().run(&operation.steps, &mut Guard::new())?;
+        medium.executor().run(&operation.steps, &mut EpochRecord::new())?;
         let options = OpenOptions { loss_record: options.loss_record, ..OpenOptions::default() };
         Store::open_locked(medium, lock, options)
     }
@@ -116,14 +116,16 @@ impl Store {
     /// Opens a directory that is locked. The medium has the options for changes.
     fn open_locked(medium: Medium, lock: Lock, options: OpenOptions) -> Result<Store> {
         let directory = medium.directory();
-        let found = Guard::load(directory)?;
-        let known_sizes = found.as_ref().map(|guard| guard.known_sizes().clone()).unwrap_or_default();
-        let (mut guard, provenance) = match directory.stat(VOLUME_META)? {
-            Some(_) => Guard::judge(directory, found)?,
-            None => (Guard::new(), Provenance::Ours), // refused below
+        let found = EpochRecord::load(directory)?;
+        let known_sizes =
+            found.as_ref().map(|epoch_record| epoch_record.known_sizes().clone()).unwrap_or_default();
+        let (mut epoch_record, provenance) = match directory.stat(VOLUME_META)? {
+            Some(_) => EpochRecord::judge(directory, found)?,
+            None => (EpochRecord::new(), Provenance::Ours), // refused below
         };
         let executor = medium.executor();
-        let Resumed { copy, dropped } = CopyRecord::resume(&executor, &mut guard, medium.is_read_only())?;
+        let Resumed { copy, dropped } =
+            CopyRecord::resume(&executor, &mut epoch_record, medium.is_read_only())?;
         let checks = Checks {
             accept_rebuilding: options.accept_rebuilding,
             // The copied replica has accepted the sizes of its layers.
@@ -132,23 +134,23 @@ impl Store {
         };
         let Recovery { layout, steps, messages } = recover_directory(directory, &checks)?;
         if checks.accept_short_layers {
-            guard.set_sizes(layout.short_layers());
+            epoch_record.set_sizes(layout.short_layers());
         }
         let was_dirty = layout.volume().dirty;
         let (mut boot, damage) = Boot::judge(directory, was_dirty, options.loss_record)?;
         let image = if medium.is_read_only() {
             Image::open(&medium, layout, checks, Writable::None)?
         } else {
-            boot.recording(directory, executor.run(&steps, &mut guard))?;
+            boot.recording(directory, executor.run(&steps, &mut epoch_record))?;
             let writable = if copy.is_some() { Writable::All } else { Writable::Head };
             let mut image = Image::open(&medium, layout, checks, writable)?;
-            take_over(&executor, &mut image, &mut guard, &mut boot)?;
+            take_over(&executor, &mut image, &mut epoch_record, &mut boot)?;
             image
         };
         let repairs = dropped.into_iter().chain(messages).chain(damage).collect();
         let opening = Opening::new(was_dirty, provenance, repairs);
         let (copy, unverified) = (OngoingCopy::new(copy), UnverifiedRange::default());
-        let store = Store { medium, image, guard, copy, unverified, opening, boot, _lock: lock };
+        let store = Store { medium, image, epoch_record, copy, unverified, opening, boot, _lock: lock };
         store.mended()
     }
 
@@ -197,9 +199,9 @@ impl Store {
         }
         self.punch_unwritten()?;
         let head = self.image.head_name().clone();
-        // Not only the data: the time of change, which the guard records, must be durable too.
+        // Not only the data: the time of change, which the epoch record has, must be durable too.
         self.run(&[FileStep::SyncFile { name: head.to_string() }])?;
-        self.guard.seal(self.medium.directory(), head.as_str())?;
+        self.epoch_record.seal(self.medium.directory(), head.as_str())?;
         self.image.volume_mut().dirty = false;
         self.run(&self.image.layout().volume_steps())
     }
@@ -274,7 +276,7 @@ impl Store {
     /// Returns the layers of the chain's snapshots, which may have sums.
     #[must_use]
     pub fn snapshot_layers(&self) -> SnapshotLayers<'_> {
-        SnapshotLayers::new(&self.medium, &self.image, self.guard.epoch(), self.is_copying())
+        SnapshotLayers::new(&self.medium, &self.image, self.epoch_record.epoch(), self.is_copying())
     }
 
     /// Returns the findings at the opening, and the current state.
@@ -289,7 +291,7 @@ impl Store {
             lost_cache: self.boot.lost_cache(),
             failures: self.boot.failures(),
             provenance: self.opening.provenance().clone(),
-            epoch: self.guard.epoch(),
+            epoch: self.epoch_record.epoch(),
             repairs: self.opening.repairs().to_vec(),
             map: self.image.usage(),
         }
@@ -302,7 +304,7 @@ impl Store {
     pub fn load_state(&self) -> Result<SavedState> {
         let is_foreign = *self.opening.provenance() != Provenance::Ours;
         let is_trusted = !(self.medium.is_read_only() && is_foreign);
-        let trusted = is_trusted.then(|| self.guard.epoch());
+        let trusted = is_trusted.then(|| self.epoch_record.epoch());
         state::load(self.medium.directory(), trusted)
     }
 
@@ -320,7 +322,7 @@ impl Store {
     /// [`StoreError::ReadOnly`].
     pub fn state_writer(&self) -> Result<StateWriter> {
         self.medium.check_writable()?;
-        Ok(StateWriter::new(self.medium.shared_directory(), self.guard.epoch()))
+        Ok(StateWriter::new(self.medium.shared_directory(), self.epoch_record.epoch()))
     }
 
     /// Compares the fingerprint of the directory with that of the secret of a volume. A directory that has
@@ -351,7 +353,7 @@ impl Store {
     /// An I/O error. Then no sum counts, as long as [`Store::forget_block_sums`] succeeds.
     pub fn open_block_sums(&mut self) -> Result<BlockSumsFile> {
         self.medium.check_writable()?;
-        BlockSumsFile::open(&self.medium, &mut self.guard)
+        BlockSumsFile::open(&self.medium, &mut self.epoch_record)
     }
 
     /// Invalidates all sums of blocks, durably.
@@ -360,12 +362,12 @@ impl Store {
     /// An I/O error: they may count after the next opening.
     pub fn forget_block_sums(&mut self) -> Result<()> {
         self.medium.check_writable()?;
-        self.guard.forget_sums(self.medium.directory())
+        self.epoch_record.forget_sums(self.medium.directory())
     }
 
     /// Invalidates all sums before the volume changes, unless the set of unsummed regions is kept.
     fn check_sums_follow(&mut self) -> Result<()> {
-        if self.guard.has_unkept_sums() { self.forget_block_sums() } else { Ok(()) }
+        if self.epoch_record.has_unkept_sums() { self.forget_block_sums() } else { Ok(()) }
     }
 
     /// Returns the blocks that are recorded as lost.
@@ -373,7 +375,7 @@ impl Store {
     /// # Errors
     /// An I/O error: it is not known which blocks are lost.
     pub fn load_lost_blocks(&mut self) -> Result<FoundLostBlocks> {
-        let file = LostBlocksFile::new(&self.medium, self.guard.epoch());
+        let file = LostBlocksFile::new(&self.medium, self.epoch_record.epoch());
         let size_bytes = self.image.size_bytes();
         file.load(size_bytes, |block| self.image.sum_shown(block))
     }
@@ -384,7 +386,7 @@ impl Store {
     /// # Errors
     /// An I/O error: the sums are not recorded.
     pub fn record_torn_blocks(&mut self, lost: &mut LostBlocks) -> Result<()> {
-        let file = LostBlocksFile::new(&self.medium, self.guard.epoch());
+        let file = LostBlocksFile::new(&self.medium, self.epoch_record.epoch());
         file.record_torn(lost, |block| self.image.sum_shown(block))
     }
 
@@ -393,7 +395,7 @@ impl Store {
     /// # Errors
     /// An I/O error; those from before are then still recorded.
     pub fn save_lost_blocks(&mut self, lost: &LostBlocks) -> Result<()> {
-        LostBlocksFile::new(&self.medium, self.guard.epoch()).save(lost)
+        LostBlocksFile::new(&self.medium, self.epoch_record.epoch()).save(lost)
     }
 
     /// Makes this a replica that lacks data: it is not known which blocks are lost, so none counts. The next
@@ -507,19 +509,24 @@ impl Store {
 
     /// Executes steps; a stop by the test hook leaves the store broken.
     fn run(&mut self, steps: &[FileStep]) -> Result<()> {
-        let result = self.medium.executor().run(steps, &mut self.guard);
+        let result = self.medium.executor().run(steps, &mut self.epoch_record);
         self.medium.record_stop(result.as_ref().err());
         self.recording_loss(result)
     }
 }
 
 /// Takes over a directory that interrupted operations have left whole. It counts as dirty from now on.
-fn take_over(executor: &Executor<'_>, image: &mut Image, guard: &mut Guard, boot: &mut Boot) -> Result<()> {
+fn take_over(
+    executor: &Executor<'_>,
+    image: &mut Image,
+    epoch_record: &mut EpochRecord,
+    boot: &mut Boot,
+) -> Result<()> {
     let directory = executor.directory();
     let saved = boot.take_over(directory);
     boot.recording(directory, saved)?;
     image.volume_mut().dirty = true;
-    boot.recording(directory, executor.run(&image.layout().volume_steps(), guard))?;
+    boot.recording(directory, executor.run(&image.layout().volume_steps(), epoch_record))?;
     sweep_sums(directory, |layer| image.layout().disks().contains_key(layer))?;
     directory.keep_reserve();
     Ok(())
@@ -552,7 +559,7 @@ fn sweep_for_create(directory: &Directory) -> Result<()> {
             DirectoryEntry::Image(image) => {
                 image == first && facts.images.get(&image).is_some_and(|image| !image.holds_data)
             }
-            _ => [GUARD_FILE, RESERVE_FILE, PROBE_FILE].contains(&name.as_str()),
+            _ => [EPOCH_RECORD_FILE, RESERVE_FILE, PROBE_FILE].contains(&name.as_str()),
         };
         if !ours && name != LOCK_FILE {
             return Err(StoreError::NotEmpty { directory: directory.path().to_owned(), entry: name });

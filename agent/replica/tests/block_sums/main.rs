@@ -63,10 +63,10 @@ fn is_clean(client: &mut Client, size_bytes: u64) {
 
 /// Returns true if the sums of a region count, also after the process has died.
 fn is_summed(spec: &ReplicaSpec, size_bytes: u64, region: u32) -> bool {
-    let guard = std::fs::read(spec.directory.join("shorthorn.guard")).unwrap();
-    let guard: serde_json::Value = serde_json::from_slice(&guard).unwrap();
+    let epoch_record = std::fs::read(spec.directory.join("shorthorn.guard")).unwrap();
+    let epoch_record: serde_json::Value = serde_json::from_slice(&epoch_record).unwrap();
     let regions = Regions::of(size_bytes);
-    let epoch = guard["epoch"].as_u64().unwrap();
+    let epoch = epoch_record["epoch"].as_u64().unwrap();
     let mut intent_log = WriteIntentLog::new(regions, epoch, &RegionSet::empty(regions.count()));
     intent_log.keep_unsummed(Some(&std::fs::read(spec.directory.join("shorthorn.unsummed")).unwrap()));
     intent_log.is_summed(region)
@@ -396,12 +396,12 @@ fn outdated_sums_do_not_count() {
     is_clean(&mut client, SIZE);
     wait_until_summed(&spec, SIZE, &[0, 2]);
     replica.kill();
-    // A version that knows no sums: it writes the guard as it knows it, and the head, and leaves all other
-    // files alone.
+    // A version that knows no sums: it writes the epoch record as it knows it, and the head, and leaves all
+    // other files alone.
     let path = spec.directory.join("shorthorn.guard");
-    let mut guard: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-    assert!(guard.as_object_mut().unwrap().remove("block_sums").unwrap().is_u64());
-    std::fs::write(&path, guard.to_string()).unwrap();
+    let mut epoch_record: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    assert!(epoch_record.as_object_mut().unwrap().remove("block_sums").unwrap().is_u64());
+    std::fs::write(&path, epoch_record.to_string()).unwrap();
     rot(&spec, 0);
     let replica = Replica::start(&spec);
     assert_eq!(verify(&mut replica.open(generation(4)), 0, 65536).map(drop), Ok(()));

@@ -28,8 +28,8 @@ impl Store {
             CopyList::new(layers, self.size_bytes()).map_err(|error| self.medium.chain_error(error))?;
         let done = self.copy.take_done(&list, self.image.layout().volume().is_rebuilding());
         self.medium.mark_broken();
-        let record = CopyRecord::new(list, done.clone(), self.guard.epoch());
-        self.copy.start(record, &self.medium, &mut self.image, &mut self.guard)?;
+        let record = CopyRecord::new(list, done.clone(), self.epoch_record.epoch());
+        self.copy.start(record, &self.medium, &mut self.image, &mut self.epoch_record)?;
         self.reopen()?;
         self.medium.mark_whole();
         Ok(done)

@@ -57,11 +57,11 @@ impl Store {
     /// that an expansion left explains it. Before an operation that may take that away, the sizes are
     /// recorded.
     pub(super) fn remember_short_layers(&mut self, operation: &Operation) -> Result<()> {
-        if !self.guard.learn_sizes(operation.after.short_layers()) {
+        if !self.epoch_record.learn_sizes(operation.after.short_layers()) {
             return Ok(());
         }
-        self.image.accept_sizes(self.guard.known_sizes());
-        self.guard.save(self.medium.directory())
+        self.image.accept_sizes(self.epoch_record.known_sizes());
+        self.epoch_record.save(self.medium.directory())
     }
 
     /// Executes an operation and takes over the layout after it.

@@ -1,4 +1,4 @@
-//! Guard: detects that another program has opened the directory.
+//! Epoch record: detects that another program has opened the directory.
 //!
 //! Longhorn rewrites `volume.meta` whenever it opens a replica, and so does Shorthorn. `shorthorn.guard`
 //! identifies the file that Shorthorn wrote, by inode, time of modification, and checksum of its content. The
@@ -22,7 +22,7 @@ use crate::error::StoreError;
 use crate::info::Provenance;
 use crate::sums_files::BLOCK_SUMS_FILE;
 
-pub(crate) const GUARD_FILE: &str = "shorthorn.guard";
+pub(crate) const EPOCH_RECORD_FILE: &str = "shorthorn.guard";
 
 /// The identity of one file among all files that have had its name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,7 +42,7 @@ pub(crate) struct HeadIdentity {
 
 /// The content of `shorthorn.guard`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Guard {
+pub(crate) struct EpochRecord {
     /// The epoch rises whenever another program may have changed the volume. Never 0.
     epoch: u64,
     /// The possible identities of `volume.meta`: the last one of Shorthorn, and the one before while it is
@@ -65,48 +65,51 @@ pub(crate) struct Guard {
     keeps_sums: bool,
 }
 
-impl Guard {
+impl EpochRecord {
     /// Reads the record. An unreadable record counts as absent.
-    pub fn load(directory: &Directory) -> Result<Option<Guard>, StoreError> {
-        Ok(directory.read(GUARD_FILE)?.and_then(|bytes| Guard::parse(&bytes)))
+    pub fn load(directory: &Directory) -> Result<Option<EpochRecord>, StoreError> {
+        Ok(directory.read(EPOCH_RECORD_FILE)?.and_then(|bytes| EpochRecord::parse(&bytes)))
     }
 
     /// Parses a record. A record with the highest possible epoch is rejected, because Shorthorn never writes
     /// it.
-    fn parse(bytes: &[u8]) -> Option<Guard> {
-        let guard: Guard = serde_json::from_slice(bytes).ok()?;
-        (1..u64::MAX).contains(&guard.epoch).then_some(guard)
+    fn parse(bytes: &[u8]) -> Option<EpochRecord> {
+        let epoch_record: EpochRecord = serde_json::from_slice(bytes).ok()?;
+        (1..u64::MAX).contains(&epoch_record.epoch).then_some(epoch_record)
     }
 
-    /// Compares the record with the directory. The returned guard is for the session that begins: in the same
-    /// epoch if everything fits, otherwise in the next one.
-    pub fn judge(directory: &Directory, found: Option<Guard>) -> Result<(Guard, Provenance), StoreError> {
+    /// Compares the record with the directory. The returned record is for the session that begins: in the
+    /// same epoch if everything fits, otherwise in the next one.
+    pub fn judge(
+        directory: &Directory,
+        found: Option<EpochRecord>,
+    ) -> Result<(EpochRecord, Provenance), StoreError> {
         let volume_meta = identity(directory, VOLUME_META)?;
-        let Some(mut guard) = found else {
-            let guard = Guard { volume_meta: vec![volume_meta], ..Guard::new() };
-            return Ok((guard, Provenance::Foreign { why: "Shorthorn has no record".to_owned() }));
+        let Some(mut epoch_record) = found else {
+            let epoch_record = EpochRecord { volume_meta: vec![volume_meta], ..EpochRecord::new() };
+            return Ok((epoch_record, Provenance::Foreign { why: "Shorthorn has no record".to_owned() }));
         };
         let mut why = None;
-        if !guard.volume_meta.contains(&volume_meta) {
+        if !epoch_record.volume_meta.contains(&volume_meta) {
             why = Some("another program has written volume.meta since".to_owned());
-        } else if let Some(head) = &guard.head
+        } else if let Some(head) = &epoch_record.head
             && HeadIdentity::of(directory, &head.name)?.as_ref() != Some(head)
         {
             why = Some(format!("another program has changed {} since", head.name));
         }
-        guard.head = None;
-        guard.volume_meta = vec![volume_meta];
-        let Some(why) = why else { return Ok((guard, Provenance::Ours)) };
-        guard.epoch += 1;
-        guard.block_sums = None;
-        Ok((guard, Provenance::Foreign { why }))
+        epoch_record.head = None;
+        epoch_record.volume_meta = vec![volume_meta];
+        let Some(why) = why else { return Ok((epoch_record, Provenance::Ours)) };
+        epoch_record.epoch += 1;
+        epoch_record.block_sums = None;
+        Ok((epoch_record, Provenance::Foreign { why }))
     }
 
-    /// Creates a guard for a directory that has none. Its epochs begin with the time, so that they are above
-    /// those of a lost guard.
-    pub fn new() -> Guard {
+    /// Creates a record for a directory that has none. Its epochs begin with the time, so that they are above
+    /// those of a lost record.
+    pub fn new() -> EpochRecord {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Guard { epoch: u64::try_from(since.as_nanos()).unwrap_or(1), ..Guard::default() }
+        EpochRecord { epoch: u64::try_from(since.as_nanos()).unwrap_or(1), ..EpochRecord::default() }
     }
 
     /// Records that `temp` is about to become `volume.meta`.
@@ -138,12 +141,12 @@ impl Guard {
         &self.known_sizes
     }
 
-    /// Replaces the known sizes; [`Guard::save`] stores them.
+    /// Replaces the known sizes; [`EpochRecord::save`] stores them.
     pub fn set_sizes(&mut self, sizes: BTreeMap<String, u64>) {
         self.known_sizes = sizes;
     }
 
-    /// Adds to the known sizes, and returns true if that has changed them; [`Guard::save`] stores them.
+    /// Adds to the known sizes, and returns true if that has changed them; [`EpochRecord::save`] stores them.
     pub fn learn_sizes(&mut self, sizes: BTreeMap<String, u64>) -> bool {
         let known = self.known_sizes.clone();
         self.known_sizes.extend(sizes);
@@ -199,9 +202,9 @@ impl Guard {
 
     pub fn save(&self, directory: &Directory) -> Result<(), StoreError> {
         let mut bytes = serde_json::to_vec(self)
-            .map_err(|error| StoreError::io("write", directory.path_of(GUARD_FILE), error))?;
+            .map_err(|error| StoreError::io("write", directory.path_of(EPOCH_RECORD_FILE), error))?;
         bytes.push(b'\n');
-        directory.replace(GUARD_FILE, &bytes)
+        directory.replace(EPOCH_RECORD_FILE, &bytes)
     }
 }
 
@@ -230,10 +233,10 @@ pub(crate) mod fuzzing {
 
     /// A record that is accepted has an epoch that can rise, and is read again as the same.
     pub fn check(bytes: &[u8]) {
-        let Some(guard) = Guard::parse(bytes) else { return };
-        assert!(guard.epoch > 0 && guard.epoch < u64::MAX);
-        let written = serde_json::to_vec(&guard).expect("a record that was read");
-        assert_eq!(Guard::parse(&written), Some(guard));
+        let Some(epoch_record) = EpochRecord::parse(bytes) else { return };
+        assert!(epoch_record.epoch > 0 && epoch_record.epoch < u64::MAX);
+        let written = serde_json::to_vec(&epoch_record).expect("a record that was read");
+        assert_eq!(EpochRecord::parse(&written), Some(epoch_record));
     }
 }
 
@@ -243,11 +246,11 @@ mod tests {
 
     use super::*;
 
-    fn guard() -> Guard {
+    fn epoch_record() -> EpochRecord {
         let meta = FileIdentity { inode: 7, mtime_ns: 1 << 60, crc32c: 5 };
         let head = HeadIdentity { name: "volume-head-000.img".to_owned(), inode: 8, ctime_ns: -1 };
         let known_sizes = BTreeMap::from([("volume-snap-a.img".to_owned(), 4096)]);
-        Guard {
+        EpochRecord {
             epoch: 9,
             volume_meta: vec![meta],
             head: Some(head),
@@ -260,44 +263,47 @@ mod tests {
 
     #[test]
     fn a_record_has_an_epoch_that_has_a_next_one() {
-        let with = |epoch| serde_json::to_vec(&Guard { epoch, ..guard() }).unwrap();
-        assert_eq!(Guard::parse(&with(9)), Some(guard()));
-        assert_eq!((Guard::parse(&with(0)), Guard::parse(&with(u64::MAX))), (None, None));
+        let with = |epoch| serde_json::to_vec(&EpochRecord { epoch, ..epoch_record() }).unwrap();
+        assert_eq!(EpochRecord::parse(&with(9)), Some(epoch_record()));
+        assert_eq!((EpochRecord::parse(&with(0)), EpochRecord::parse(&with(u64::MAX))), (None, None));
     }
 
     #[test]
     fn sizes_are_learned_once() {
-        let mut guard = guard();
+        let mut epoch_record = epoch_record();
         let sizes = |bytes| BTreeMap::from([("volume-snap-b.img".to_owned(), bytes)]);
-        assert!(guard.learn_sizes(sizes(4096)) && !guard.learn_sizes(sizes(4096)));
-        assert!(guard.learn_sizes(sizes(8192)));
-        assert_eq!(guard.known_sizes().len(), 2);
-        guard.set_sizes(BTreeMap::new());
-        assert!(guard.known_sizes().is_empty());
+        assert!(epoch_record.learn_sizes(sizes(4096)) && !epoch_record.learn_sizes(sizes(4096)));
+        assert!(epoch_record.learn_sizes(sizes(8192)));
+        assert_eq!(epoch_record.known_sizes().len(), 2);
+        epoch_record.set_sizes(BTreeMap::new());
+        assert!(epoch_record.known_sizes().is_empty());
     }
 
     #[test]
     fn a_series_counts_from_its_record_on_and_its_number_only_rises() {
         let temp = tempfile::tempdir().unwrap();
         let directory = Directory::open(temp.path()).unwrap();
-        let mut guard = Guard { last_series: u64::MAX - 1, ..guard() };
-        assert_eq!(guard.begin_series(&directory).unwrap(), u64::MAX);
-        let stored = Guard::load(&directory).unwrap().unwrap();
+        let mut epoch_record = EpochRecord { last_series: u64::MAX - 1, ..epoch_record() };
+        assert_eq!(epoch_record.begin_series(&directory).unwrap(), u64::MAX);
+        let stored = EpochRecord::load(&directory).unwrap().unwrap();
         assert_eq!(stored.series(), Some(u64::MAX));
-        assert!(guard.has_unkept_sums());
-        guard.set_keeps_sums(true);
-        assert!(!guard.has_unkept_sums());
-        assert!(Guard::load(&directory).unwrap().unwrap().has_unkept_sums(), "the next process may not");
-        guard.forget_sums(&directory).unwrap();
-        assert_eq!((guard.series(), guard.has_unkept_sums()), (None, false));
-        let stored = Guard::load(&directory).unwrap().unwrap();
+        assert!(epoch_record.has_unkept_sums());
+        epoch_record.set_keeps_sums(true);
+        assert!(!epoch_record.has_unkept_sums());
+        assert!(
+            EpochRecord::load(&directory).unwrap().unwrap().has_unkept_sums(),
+            "the next process may not"
+        );
+        epoch_record.forget_sums(&directory).unwrap();
+        assert_eq!((epoch_record.series(), epoch_record.has_unkept_sums()), (None, false));
+        let stored = EpochRecord::load(&directory).unwrap().unwrap();
         assert_eq!((stored.series(), stored.last_series), (None, u64::MAX));
     }
 
     proptest! {
         #[test]
         fn any_bytes_are_a_record_or_none(bytes in prop::collection::vec(any::<u8>(), 0..120)) {
-            Guard::parse(&bytes);
+            EpochRecord::parse(&bytes);
         }
 
         #[test]
@@ -308,12 +314,12 @@ mod tests {
             ),
             removed in 0usize..4,
         ) {
-            let mut bytes = serde_json::to_vec(&guard()).unwrap();
+            let mut bytes = serde_json::to_vec(&epoch_record()).unwrap();
             let at = at.index(bytes.len());
             bytes.splice(at..(at + removed).min(bytes.len()), new.bytes());
-            if let Some(found) = Guard::parse(&bytes) {
+            if let Some(found) = EpochRecord::parse(&bytes) {
                 prop_assert!(found.epoch > 0 && found.epoch.checked_add(1).is_some());
-                prop_assert_eq!(Guard::parse(&serde_json::to_vec(&found).unwrap()), Some(found));
+                prop_assert_eq!(EpochRecord::parse(&serde_json::to_vec(&found).unwrap()), Some(found));
             }
         }
     }
