@@ -17,14 +17,9 @@ use crate::quorum::{Quorum, quorum};
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Arbiter {
     granted: Option<View>,
-    /// The attachment from which on this record is known to be older than the volume; 0: it is not.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    stale_since: u64,
-}
-
-#[allow(clippy::trivially_copy_pass_by_ref)] // serde calls it so
-const fn is_zero(attach: &u64) -> bool {
-    *attach == 0
+    /// The attachment from which on this record is known to be older than the volume; none if it is not.
+    #[serde(default, with = "shorthorn_types::optional::number", skip_serializing_if = "Option::is_none")]
+    stale_since: Option<u64>,
 }
 
 /// The reason why the arbiter does not grant a view. The record has not changed; the engine can only stop.
@@ -113,13 +108,13 @@ impl Arbiter {
     /// drawn because of that. Nothing is granted until [`Arbiter::renewed`].
     #[must_use]
     pub fn stale(&self, since: u64) -> Arbiter {
-        Arbiter { granted: self.granted, stale_since: since }
+        Arbiter { granted: self.granted, stale_since: Some(since) }
     }
 
     /// Returns the attachment from which on the record is known to be stale, if it is.
     #[must_use]
     pub fn stale_since(&self) -> Option<u64> {
-        Some(self.stale_since).filter(|since| *since > 0)
+        self.stale_since
     }
 
     /// Returns the renewed record after an engine without a grant has committed the view `committed` since
@@ -130,7 +125,7 @@ impl Arbiter {
     pub fn renewed(&self, committed: View) -> Option<Arbiter> {
         let since = self.stale_since()?;
         let is_later = committed.id.generation.attach >= since && !committed.is_first();
-        is_later.then_some(Arbiter { granted: Some(committed), stale_since: 0 })
+        is_later.then_some(Arbiter { granted: Some(committed), stale_since: None })
     }
 
     /// Handles the question of an engine for `target`, which honours the views in `honoured`. The replicas in
@@ -159,7 +154,7 @@ impl Arbiter {
         }
         self.check_order(target, honoured)?;
         check_quorum(target, honoured, stored)?;
-        Ok(Arbiter { granted: Some(target), stale_since: 0 })
+        Ok(Arbiter { granted: Some(target), stale_since: None })
     }
 
     /// Checks that the engine knows the last grant, or something committed since.
@@ -214,7 +209,20 @@ mod tests {
         ReplicaReport { committed, proposed: proposed.to_vec() }
     }
 
-    const NEVER_ASKED: Arbiter = Arbiter { granted: None, stale_since: 0 };
+    const NEVER_ASKED: Arbiter = Arbiter { granted: None, stale_since: None };
+
+    #[test]
+    fn a_stored_zero_means_that_the_record_is_not_stale_and_none_is_not_written() {
+        let read = |text: &str| serde_json::from_str::<Arbiter>(text).unwrap();
+        for text in [r#"{"granted":null,"stale_since":0}"#, r#"{"granted":null}"#] {
+            assert_eq!(read(text), NEVER_ASKED, "{text}");
+        }
+        let write = |arbiter: &Arbiter| serde_json::to_string(arbiter).unwrap();
+        assert_eq!(write(&NEVER_ASKED), r#"{"granted":null}"#);
+        let stale = NEVER_ASKED.stale(7);
+        assert_eq!(write(&stale), r#"{"granted":null,"stale_since":7}"#);
+        assert_eq!(read(&write(&stale)), stale);
+    }
 
     #[test]
     fn a_stale_record_grants_nothing_until_a_majority_has_started() {
