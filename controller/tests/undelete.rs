@@ -44,7 +44,7 @@ fn volume() -> Volume {
     let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };
     let made = wanted.apply(&ClusterState::default(), Secret::new([1; 32]), Timestamp::now()).unwrap();
     let Change::Store(mut volume) = made else { panic!("{made:?}") };
-    (volume.status.state, volume.status.attach) = (VolumeState::Detached, 1);
+    (volume.status.state, volume.status.attach) = (VolumeState::Detached, Some(1));
     volume.status.first_members = vec![id(1), id(2)];
     volume.spec.number_of_replicas = 2;
     volume
@@ -165,7 +165,7 @@ async fn a_deletion_that_was_decided_before_an_undeletion_deletes_nothing() {
         let mut volume = volume();
         (volume.spec.node_id, volume.status.current_node_id) =
             (NodeName::new("a").ok(), NodeName::new("a").ok());
-        (volume.status.state, volume.status.attach) = (VolumeState::Attaching, 2);
+        (volume.status.state, volume.status.attach) = (VolumeState::Attaching, Some(2));
         undeleted.put(volume.into()).await.unwrap();
     });
     nodes.work();

@@ -60,13 +60,13 @@ impl Example {
         volume.status.robustness = Robustness::Healthy;
         volume.spec.node_id = Some(name("a"));
         volume.status.current_node_id = Some(name("a"));
-        volume.status.attach = 1;
+        volume.status.attach = Some(1);
         volume.status.first_members = [1, 2, 3].map(id).to_vec();
         volume.status.conditions.set(ConditionType::Healthy, Finding::Well, now());
         let mut engine = Engine::of_new(&volume, now());
         engine.spec.node_id = Some(name("a"));
         engine.spec.desire_state = DesireState::Running;
-        (engine.spec.attach, engine.status.seen_attach) = (1, 1);
+        (engine.spec.attach, engine.status.seen_attach) = (Some(1), Some(1));
         engine.status.current_state = CurrentState::Running;
         engine.status.phase = Some(EnginePhase::Serving);
         let mut example = Example { cluster: ClusterState::default(), agents: Agents::default() };

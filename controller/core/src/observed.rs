@@ -335,6 +335,13 @@ impl ObservedEngine {
         ObservedEngine { attach: Some(attach), size_bytes, needs_upgrade: None, reported: Some(status) }
     }
 
+    /// Returns true if the engine is known to run for that attachment. `attach`: none if the volume was never
+    /// attached.
+    #[must_use]
+    pub fn is_of(&self, attach: Option<u64>) -> bool {
+        attach.is_some() && self.attach == attach
+    }
+
     /// Returns the phase; none before the engine has reported one.
     #[must_use]
     pub fn phase(&self) -> Option<EnginePhase> {
@@ -374,4 +381,17 @@ pub struct ObservedReplica {
     pub attach: Option<u64>,
     /// The views that it knows, no older than that.
     pub views: Option<Box<ReplicaReport>>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_engine_is_of_an_attachment_only_if_both_are_known() {
+        let engine = |attach| ObservedEngine { attach, ..ObservedEngine::default() };
+        assert!(engine(Some(3)).is_of(Some(3)) && !engine(Some(3)).is_of(Some(4)));
+        assert!(!engine(None).is_of(Some(3)) && !engine(Some(3)).is_of(None));
+        assert!(!engine(None).is_of(None), "neither is known");
+    }
 }

@@ -42,8 +42,9 @@ pub struct DeletionRecord {
     pub volume_version: Option<u64>,
     /// Without its secret.
     pub spec: VolumeSpec,
-    /// The number of its newest attachment.
-    pub attach: u64,
+    /// The number of its newest attachment; none: it was never attached.
+    #[serde(with = "shorthorn_types::optional::number")]
+    pub attach: Option<u64>,
     /// No engine of this attachment or an older one writes; none: no engine was fenced.
     #[serde(default, with = "shorthorn_types::optional::number")]
     pub fenced_attach: Option<u64>,
@@ -72,7 +73,7 @@ impl DeletionRecord {
     pub fn of(volume: &Volume, replica: &Replica, with_volume: bool) -> String {
         let spec =
             VolumeSpec { node_id: None, secret: Secret::new([0; SECRET_BYTES]), ..volume.spec.clone() };
-        if volume.status.attach == 0 && volume.status.first_members.is_empty() {
+        if volume.status.attach.is_none() && volume.status.first_members.is_empty() {
             // It has never had data. An agent keeps the record of the directory that an undeletion has
             // restored.
             return String::new();
@@ -317,14 +318,14 @@ impl<'a> DeletedVolume<'a> {
             cluster.replicas.get(&instance_name(trashed)).is_some_and(|replica| !replica.is_left_behind())
         };
         volume.status.state == VolumeState::Creating
-            && volume.status.attach == 0
+            && volume.status.attach.is_none()
             && (self.found.values().any(|(trashed, _)| is_stored(trashed))
                 || cluster.replicas_of(&self.name).any(|replica| replica.status.data == DataState::Present))
     }
 
     /// Returns the replicas of which a store has taken the spec and not the status. Also of those whose node
     /// does not answer now: their directories are in place, as their specs are stored.
-    fn half_stored(&self, cluster: &ClusterState, attach: u64, now: Timestamp) -> Vec<Replica> {
+    fn half_stored(&self, cluster: &ClusterState, attach: Option<u64>, now: Timestamp) -> Vec<Replica> {
         let bare =
             cluster.replicas_of(&self.name).filter(|replica| replica.status.data != DataState::Present);
         let with_status = |replica: &Replica| {
@@ -341,7 +342,13 @@ impl<'a> DeletedVolume<'a> {
     }
 
     /// Returns the replica as it was. `attach`: the number of the newest attachment of the volume.
-    fn replica(&self, trashed: &Trashed, record: &DeletionRecord, attach: u64, now: Timestamp) -> Replica {
+    fn replica(
+        &self,
+        trashed: &Trashed,
+        record: &DeletionRecord,
+        attach: Option<u64>,
+        now: Timestamp,
+    ) -> Replica {
         let mut replica = replica(trashed, record, now);
         if record.attach < attach {
             // The volume has continued without it.
@@ -352,7 +359,7 @@ impl<'a> DeletedVolume<'a> {
 }
 
 /// Returns a replica that its volume had left behind to the volume.
-fn taken_back(replica: &Replica, record: &DeletionRecord, attach: u64, now: Timestamp) -> Replica {
+fn taken_back(replica: &Replica, record: &DeletionRecord, attach: Option<u64>, now: Timestamp) -> Replica {
     let mut status = StoredReplicaStatus {
         deletion_record: None,
         // Kept until the volume is stored: an undeletion that is interrupted before that has no other record.

@@ -46,7 +46,7 @@ pub fn explain(
     let instance =
         place.and_then(|agent| agent.instances.get(&InstanceKey::engine(&volume.spec.volume_name)));
     let shown = instance.and_then(|instance| match &instance.detail {
-        Detail::Engine(shown) if shown.attach == Some(volume.status.attach) => Some(shown.as_ref()),
+        Detail::Engine(shown) if shown.is_of(volume.status.attach) => Some(shown.as_ref()),
         _ => None,
     });
     let replicas = cluster.replicas_of(&volume.spec.volume_name).collect();

@@ -37,7 +37,7 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
         node: text(spec.node_id.as_ref()),
         current_node: text(status.current_node_id.as_ref()),
         endpoint: endpoint.unwrap_or_default(),
-        attach: status.attach,
+        attach: status.attach.unwrap_or_default(),
         conditions: conditions(&status.conditions),
         replicas: replicas.collect(),
         engine: engine_object.map(engine),
@@ -73,7 +73,7 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
 fn shown_of<'a>(agents: &'a Agents, engine: &Engine) -> Option<&'a ObservedEngine> {
     let agent = agents.get(engine.spec.node_id.as_ref()?)?;
     match &agent.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?.detail {
-        Detail::Engine(shown) if shown.attach == Some(engine.spec.attach) => Some(shown),
+        Detail::Engine(shown) if shown.is_of(engine.spec.attach) => Some(shown),
         _ => None,
     }
 }

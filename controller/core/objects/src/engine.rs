@@ -44,7 +44,10 @@ pub struct EngineSpec {
     #[schemars(with = "schema::DesireState")]
     pub desire_state: DesireState,
     /// The number of the attachment that it runs for.
-    pub attach: u64,
+    // None: it was never attached. It is stored as 0.
+    #[serde(with = "shorthorn_types::optional::number")]
+    #[schemars(with = "u64")]
+    pub attach: Option<u64>,
     /// The choice of the frontend.
     #[serde(deserialize_with = "super::unknown_words::word")]
     #[schemars(with = "schema::Frontend")]
@@ -67,15 +70,19 @@ pub struct StoredEngineStatus {
     #[schemars(with = "schema::CurrentState")]
     pub current_state: CurrentState,
     /// The newest attachment whose engine process was seen.
-    #[serde(default)]
-    pub seen_attach: u64,
+    // This number and the next ones are stored as 0 if there is none.
+    #[serde(default, with = "shorthorn_types::optional::number")]
+    #[schemars(with = "u64")]
+    pub seen_attach: Option<u64>,
     /// The newest attachment whose engine process was seen and is gone for good. Only an engine with a
     /// higher number may follow it.
-    #[serde(default)]
-    pub lost_attach: u64,
+    #[serde(default, with = "shorthorn_types::optional::number")]
+    #[schemars(with = "u64")]
+    pub lost_attach: Option<u64>,
     /// The newest attachment whose engine process was seen to serve: its replicas know a view since.
-    #[serde(default)]
-    pub served_attach: u64,
+    #[serde(default, with = "shorthorn_types::optional::number")]
+    #[schemars(with = "u64")]
+    pub served_attach: Option<u64>,
     /// starting, serving, frozen (no quorum) or stopped, as the engine says.
     #[serde(default, with = "super::optional::phase")]
     #[schemars(with = "String")]
@@ -165,7 +172,7 @@ impl Engine {
                 volume_size: volume.spec.size,
                 node_id: None,
                 desire_state: DesireState::Stopped,
-                attach: 0,
+                attach: None,
                 frontend: volume.spec.frontend,
                 replica_address_map: BTreeMap::new(),
                 map_revision: 0,
@@ -314,6 +321,24 @@ mod tests {
     use shorthorn_types::status::CopyStatus;
 
     use super::*;
+
+    #[test]
+    fn numbers_of_attachments_are_stored_as_zero_for_none() {
+        let text = r#"{"currentState":"stopped","seenAttach":0,"lostAttach":3}"#;
+        let status: StoredEngineStatus = serde_json::from_str(text).unwrap();
+        assert_eq!((status.seen_attach, status.lost_attach, status.served_attach), (None, Some(3), None));
+        let written = serde_json::to_value(&status).unwrap();
+        let numbers = ["seenAttach", "lostAttach", "servedAttach"].map(|key| written[key].as_u64());
+        assert_eq!(numbers, [Some(0), Some(3), Some(0)]);
+        let text =
+            r#"{"volumeName":"v","volumeSize":"1","desireState":"stopped","attach":0,"frontend":"auto"}"#;
+        let spec: EngineSpec = serde_json::from_str(text).unwrap();
+        assert_eq!(spec.attach, None);
+        assert_eq!(serde_json::to_value(&spec).unwrap()["attach"], 0);
+        let spec = EngineSpec { attach: Some(7), ..spec };
+        assert_eq!(serde_json::to_value(&spec).unwrap()["attach"], 7);
+        assert!(serde_json::from_str::<EngineSpec>(&text.replace(r#""attach":0,"#, "")).is_err(), "required");
+    }
 
     #[test]
     fn a_record_decides_and_the_engine_adds_the_rest() {

@@ -129,7 +129,10 @@ pub struct VolumeStatus {
     pub current_node_id: Option<NodeName>,
     /// Number of the newest attachment: the first half of the generation that fences older engines.
     /// Only ever rises, and is stored before an engine is started with it.
-    pub attach: u64,
+    // None: the volume was never attached. It is stored as 0.
+    #[serde(with = "shorthorn_types::optional::number")]
+    #[schemars(with = "u64")]
+    pub attach: Option<u64>,
     /// The time at which that number was drawn.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::Time>")]
@@ -192,16 +195,16 @@ pub struct VolumeStatus {
 
 impl VolumeStatus {
     /// Returns true if no engine of that attachment, or of an older one, can acknowledge a write any more.
-    /// The attachment 0 has no engine.
+    /// None is an engine that was never attached.
     #[must_use]
-    pub fn is_fenced(&self, attach: u64) -> bool {
-        attach == 0 || Some(attach) <= self.fenced_attach
+    pub fn is_fenced(&self, attach: Option<u64>) -> bool {
+        attach <= self.fenced_attach
     }
 
     /// Returns true if engines of that attachment, and of older ones, are not waited for.
     #[must_use]
-    pub fn is_abandoned(&self, attach: u64) -> bool {
-        attach == 0 || Some(attach) <= self.abandoned_attach
+    pub fn is_abandoned(&self, attach: Option<u64>) -> bool {
+        attach <= self.abandoned_attach
     }
 }
 
@@ -306,5 +309,32 @@ impl VolumeStatus {
     #[must_use]
     pub fn pending_salvage(&self) -> Option<&Salvage> {
         self.salvage.as_ref().filter(|salvage| !salvage.done)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_of_no_attachment_is_stored_as_zero() {
+        let text = r#"{"state":"detached","robustness":"unknown","attach":0}"#;
+        let status: VolumeStatus = serde_json::from_str(text).unwrap();
+        assert_eq!(status.attach, None);
+        assert_eq!(serde_json::to_value(&status).unwrap()["attach"], 0);
+        let status = VolumeStatus { attach: Some(7), ..status };
+        let written = serde_json::to_value(&status).unwrap();
+        assert_eq!(written["attach"], 7);
+        assert_eq!(serde_json::from_value::<VolumeStatus>(written).unwrap(), status);
+    }
+
+    #[test]
+    fn an_engine_is_fenced_with_all_older_ones_and_if_it_was_never_attached() {
+        let status = VolumeStatus { fenced_attach: Some(4), ..VolumeStatus::default() };
+        let fenced = [None, Some(3), Some(4), Some(5)].map(|attach| status.is_fenced(attach));
+        assert_eq!(fenced, [true, true, true, false]);
+        let new = VolumeStatus::default();
+        assert_eq!((new.is_fenced(None), new.is_fenced(Some(1))), (true, false));
+        assert_eq!((new.is_abandoned(None), new.is_abandoned(Some(1))), (true, false));
     }
 }

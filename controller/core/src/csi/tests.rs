@@ -78,7 +78,7 @@ fn at(cluster: &mut ClusterState, node: &str, state: VolumeState, engine: Curren
             volume_size: volume.spec.size,
             node_id: Some(node_name(node)),
             desire_state,
-            attach: 1,
+            attach: Some(1),
             frontend: volume.spec.frontend,
             replica_address_map: Default::default(),
             map_revision: 0,

@@ -71,7 +71,7 @@ fn cluster() -> ClusterState {
             volume_size: 1 << 30,
             node_id,
             desire_state: DesireState::Running,
-            attach: 1,
+            attach: Some(1),
             frontend: Frontend::Auto,
             replica_address_map: BTreeMap::new(),
             map_revision: 0,

@@ -284,7 +284,7 @@ fn no_engine_is_started_without_the_replicas_that_were_left_out() {
     let mut example = Example::new();
     [1, 2, 3].iter().for_each(|number| leave_out(&mut example.cluster, Kind::Replica, *number));
     let volume = example.volume();
-    (volume.status.state, volume.status.attach) = (VolumeState::Attaching, 8);
+    (volume.status.state, volume.status.attach) = (VolumeState::Attaching, Some(8));
     let (_, others) = settled(decide(&example, &key_of(Kind::Volume, 0)));
     assert!(others.is_empty(), "{others:#?}");
 }

@@ -66,7 +66,7 @@ fn cluster(wanted: u32, modes: &[MemberMode]) -> ClusterState {
             volume_size: 1 << 30,
             node_id,
             desire_state: DesireState::Running,
-            attach: 1,
+            attach: Some(1),
             frontend: Frontend::Auto,
             replica_address_map: BTreeMap::new(),
             map_revision: 0,

@@ -35,7 +35,7 @@ fn remove(engine: &Engine) -> Action {
 /// after another one had deleted the volume.
 fn has_no_volume(context: &Context<'_>, engine: &Engine) -> bool {
     let name = &engine.metadata.name;
-    engine.spec.attach == 0
+    engine.spec.attach.is_none()
         && engine.spec.desire_state == DesireState::Stopped
         && !context.cluster.volumes.contains_key(name)
         && context.cluster.unknown(&Key::new(Kind::Volume, name)).is_none()
@@ -63,7 +63,7 @@ fn stop_strays(context: &Context<'_>, engine: &Engine, node: &NodeName, decision
     for (other, agent) in shown.filter(|(other, _)| *other != node) {
         let stray = agent.instances.get(&key).filter(|_| agent.is_synced());
         if stray.is_some_and(|stray| is_older(stray, engine.spec.attach)) {
-            let attach = Some(engine.spec.attach);
+            let attach = engine.spec.attach;
             let call = AgentCall::StopInstance { instance: key.clone(), attach };
             decision.call(other, call);
         }
@@ -72,8 +72,8 @@ fn stop_strays(context: &Context<'_>, engine: &Engine, node: &NodeName, decision
 
 /// Returns true if the instance was made for this attachment or an earlier one. It may have no process any
 /// more: its node keeps its spec, with the secret of the volume, until it is stopped.
-fn is_older(instance: &Instance, attach: u64) -> bool {
-    observed_engine(instance).is_some_and(|shown| shown.attach <= Some(attach))
+fn is_older(instance: &Instance, attach: Option<u64>) -> bool {
+    observed_engine(instance).is_some_and(|shown| shown.attach <= attach)
 }
 
 /// Writes the status if it differs from the stored one.
@@ -110,7 +110,7 @@ pub(super) fn living<'a>(
     agent: &'a ObservedAgent,
 ) -> Option<(&'a Instance, &'a ObservedEngine)> {
     let instance = agent.instances.get(&InstanceKey::engine(&engine.spec.volume_name))?;
-    let shown = observed_engine(instance).filter(|shown| shown.attach == Some(engine.spec.attach))?;
+    let shown = observed_engine(instance).filter(|shown| shown.is_of(engine.spec.attach))?;
     let is_living = instance.state != InstanceState::Stopping && !has_ended(instance, shown);
     is_living.then_some((instance, shown))
 }
@@ -124,10 +124,11 @@ fn observed_engine(instance: &Instance) -> Option<&ObservedEngine> {
 
 fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, agent: &ObservedAgent) -> Decision {
     let key = InstanceKey::engine(&engine.spec.volume_name);
-    let attach = engine.spec.attach;
+    let mut decision = Decision::nothing();
+    // The number is drawn before the engine is desired to run.
+    let Some(attach) = engine.spec.attach else { return decision };
     let instance = agent.instances.get(&key);
     let shown = instance.and_then(observed_engine);
-    let mut decision = Decision::nothing();
     match (instance, shown) {
         // Without the number it could be any engine, so it is neither used nor stopped.
         (_, Some(shown)) if shown.attach.is_none() => {
@@ -140,9 +141,9 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, agent: &Observed
         // A later engine than the one asked for: this decision is made from an old state, the next is not.
         (_, Some(shown)) if shown.attach > Some(attach) => {}
         (Some(instance), Some(shown)) if shown.attach == Some(attach) => {
-            follow(context, engine, instance, shown, &mut decision);
+            follow(context, (engine, attach), instance, shown, &mut decision);
         }
-        (_, shown) if engine.status.seen_attach >= attach => {
+        (_, shown) if engine.status.seen_attach >= Some(attach) => {
             let status = lost(engine, format!("the engine process is gone from node {node}"));
             debug_assert!(shown.is_none_or(|shown| shown.attach < Some(attach)));
             write_status(&mut decision, engine, status);
@@ -170,7 +171,7 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, agent: &Observed
                 }
                 None => {}
             }
-            start(engine, volume, node, continues, &mut decision);
+            start((engine, attach), volume, node, continues, &mut decision);
         }
     }
     decision
@@ -179,7 +180,7 @@ fn run(context: &Context<'_>, engine: &Engine, node: &NodeName, agent: &Observed
 /// Copies the status of this attachment's process, and sends it the changes since its start.
 fn follow(
     context: &Context<'_>,
-    engine: &Engine,
+    (engine, attach): (&Engine, u64),
     instance: &Instance,
     shown: &ObservedEngine,
     decision: &mut Decision,
@@ -198,7 +199,7 @@ fn follow(
         return;
     }
     let (Some(volume), Some(node)) = (volume, &engine.spec.node_id) else { return };
-    let (name, attach) = (engine.spec.volume_name.clone(), engine.spec.attach);
+    let name = engine.spec.volume_name.clone();
     if status.map_revision != engine.spec.map_revision {
         let revision = engine.spec.map_revision;
         let replicas = engine.spec.replica_address_map.clone();
@@ -257,7 +258,7 @@ fn lost(engine: &Engine, message: String) -> StoredEngineStatus {
 /// Returns the status from the process of this attachment.
 fn taken_over(engine: &Engine, instance: &Instance, shown: &ObservedEngine) -> StoredEngineStatus {
     let attach = engine.spec.attach;
-    debug_assert_eq!(shown.attach, Some(attach));
+    debug_assert_eq!(shown.attach, attach);
     if has_ended(instance, shown) {
         let why = instance.message.as_deref().unwrap_or("no reason given");
         let seen = StoredEngineStatus { seen_attach: attach, ..engine.status.clone() };
@@ -288,12 +289,18 @@ fn taken_over(engine: &Engine, instance: &Instance, shown: &ObservedEngine) -> S
     status
 }
 
-fn start(engine: &Engine, volume: &Volume, node: &NodeName, continues: Option<u64>, decision: &mut Decision) {
+fn start(
+    (engine, attach): (&Engine, u64),
+    volume: &Volume,
+    node: &NodeName,
+    continues: Option<u64>,
+    decision: &mut Decision,
+) {
     let spec = &engine.spec;
     let call = StartEngine {
         volume: spec.volume_name.clone(),
         size_bytes: spec.volume_size,
-        attach: spec.attach,
+        attach,
         replicas: spec.replica_address_map.clone(),
         frontend: spec.frontend,
         secret: volume.spec.secret.clone(),
@@ -315,7 +322,7 @@ fn stop(engine: &Engine, node: &NodeName, agent: &ObservedAgent) -> Decision {
     // Stored as stopped, but still running: a start call came late. The engine is fenced, but prevents the
     // next start.
     let shown = instance.is_some_and(|instance| is_older(instance, engine.spec.attach));
-    let attach = Some(engine.spec.attach);
+    let attach = engine.spec.attach;
     let call = AgentCall::StopInstance { instance: key.clone(), attach };
     if engine.status.current_state == CurrentState::Stopped {
         if shown {

@@ -215,7 +215,7 @@ fn with_membership(context: &Context<'_>, replica: &Replica) -> StoredReplicaSta
     let mut status = replica.status.clone();
     let owner = context.cluster.volumes.get(replica.spec.volume_name.as_str());
     if owner.is_some_and(|volume| {
-        volume.status.first_members.contains(&replica.spec.replica_id) || volume.status.attach > 0
+        volume.status.first_members.contains(&replica.spec.replica_id) || volume.status.attach.is_some()
     }) {
         // Its undeletion is complete: the volume is stored with all that the record has.
         status.undeletion_record = None;
@@ -381,7 +381,7 @@ fn stray_engine(
     let has_no_volume = !context.cluster.volumes.contains_key(replica.spec.volume_name.as_str());
     let is_stray = replica.is_left_behind() && has_no_volume && agent.instances.contains_key(&instance);
     let record: DeletionRecord = serde_json::from_str(record).ok().filter(|_| is_stray)?;
-    Some((instance, Some(record.attach)))
+    Some((instance, record.attach))
 }
 
 fn ask_for_deletion(decision: &mut Decision, replica: &Replica, record: &str) {

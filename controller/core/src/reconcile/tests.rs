@@ -42,7 +42,7 @@ fn cluster() -> ClusterState {
         volume_size: 1 << 20,
         node_id: Some(NodeName::new("a").unwrap()),
         desire_state: DesireState::Running,
-        attach: ATTACH,
+        attach: Some(ATTACH),
         frontend: Frontend::Auto,
         replica_address_map: BTreeMap::new(),
         map_revision: 0,
@@ -273,12 +273,12 @@ fn degraded_cluster() -> ClusterState {
     volume.status.current_node_id = Some(here);
     volume.status.state = VolumeState::Attached;
     volume.status.robustness = Robustness::Degraded;
-    volume.status.attach = ATTACH;
+    volume.status.attach = Some(ATTACH);
     volume.status.first_members = vec![kept, lost];
     cluster.insert(volume.into());
     let mut engine = cluster.engines.remove("v").unwrap();
     engine.status.current_state = CurrentState::Running;
-    engine.status.seen_attach = ATTACH;
+    engine.status.seen_attach = Some(ATTACH);
     engine.status.phase = Some(EnginePhase::Serving);
     engine.status.replica_mode_map = BTreeMap::from([
         (kept, MemberRecord::of(MemberMode::Member)),

@@ -59,9 +59,10 @@ impl SalvageVolume {
         // An unreadable replica may have everything: its data is unknown.
         check_all_known(cluster, &self.name)?;
         check_salvageable(cluster, volume)?;
-        let attach = self.next_attach(status.attach)?;
+        let stored = status.attach.ok_or_else(|| RequestError::NeverAttached(name()))?;
+        let attach = self.next_attach(stored)?;
         let mut volume = volume.clone();
-        volume.status.attach = attach;
+        volume.status.attach = Some(attach);
         volume.status.attach_started_at = Some(now);
         volume.status.attached_since = Some(attach);
         volume.status.arbiter = salvage::arbiter(attach, replica_id);
@@ -96,12 +97,12 @@ pub fn check_salvageable(cluster: &ClusterState, volume: &Volume) -> Result<(), 
     // An engine that has served in this attachment may have its device in use: it would not stop, and might
     // serve again.
     let serving = cluster.engines.get(&name).is_some_and(|engine| {
-        let has_served = engine.status.served_attach >= engine.spec.attach && engine.spec.attach > 0;
+        let has_served = engine.spec.attach.is_some() && engine.status.served_attach >= engine.spec.attach;
         engine.status.is_serving() || has_served && volume.status.state == VolumeState::Attaching
     });
     match volume.status.state {
         VolumeState::Creating => Err(RequestError::NeverAttached(name)),
-        _ if volume.status.attach == 0 => Err(RequestError::NeverAttached(name)),
+        _ if volume.status.attach.is_none() => Err(RequestError::NeverAttached(name)),
         VolumeState::Detached => Ok(()),
         VolumeState::Attaching if !serving => Ok(()),
         VolumeState::Attaching => Err(RequestError::IsServed(name)),

@@ -392,7 +392,7 @@ fn a_replica_that_is_being_deleted_can_be_salvaged() {
         CurrentState, DataState, DesireState, Replica, ReplicaSpec, StoredReplicaStatus, VolumeState,
     };
     let mut volume = stored(wanted("v").apply(&ClusterState::default(), secret(1), now()).unwrap());
-    (volume.status.state, volume.status.attach) = (VolumeState::Detached, 3);
+    (volume.status.state, volume.status.attach) = (VolumeState::Detached, Some(3));
     let replica_id = shorthorn_types::ReplicaId::from_random(1);
     let mut metadata = Metadata::new(format!("v-{replica_id}"), now());
     metadata.deletion_timestamp = Some(now());
@@ -430,9 +430,9 @@ fn a_replica_that_is_being_deleted_can_be_salvaged() {
     assert!(matches!(salvage.apply(&cluster, now()), Ok(Change::AlreadySo(_))));
     // An engine has used that number meanwhile, and a replica out of reach may know a newer one.
     let again = SalvageVolume { known_attach: 42, ..salvage.clone() };
-    assert_eq!(stored(again.apply(&cluster, now()).unwrap()).status.attach, 43);
+    assert_eq!(stored(again.apply(&cluster, now()).unwrap()).status.attach, Some(43));
     let again = SalvageVolume { known_attach: 50, are_all_known: false, ..salvage.clone() };
-    assert!(stored(again.apply(&cluster, now()).unwrap()).status.attach > 1000);
+    assert!(stored(again.apply(&cluster, now()).unwrap()).status.attach > Some(1000));
     let again = SalvageVolume { known_attach: u64::MAX, ..salvage };
     assert!(matches!(again.apply(&cluster, now()), Err(RequestError::NoAttach { .. })));
 }
@@ -442,13 +442,13 @@ fn a_replica_that_is_being_deleted_can_be_salvaged() {
 fn nothing_is_salvaged_under_an_engine_that_may_serve_again() {
     use crate::objects::{DesireState, Engine, EnginePhase, VolumeState};
     let mut volume = stored(wanted("v").apply(&ClusterState::default(), secret(1), now()).unwrap());
-    (volume.status.state, volume.status.attach) = (VolumeState::Attaching, 3);
+    (volume.status.state, volume.status.attach) = (VolumeState::Attaching, Some(3));
     let check = |state: VolumeState, phase: Option<EnginePhase>, served_attach| {
         let mut volume = volume.clone();
         volume.status.state = state;
         let mut engine = Engine::of_new(&volume, now());
-        (engine.spec.attach, engine.spec.desire_state) = (3, DesireState::Running);
-        (engine.status.seen_attach, engine.status.served_attach) = (3, served_attach);
+        (engine.spec.attach, engine.spec.desire_state) = (Some(3), DesireState::Running);
+        (engine.status.seen_attach, engine.status.served_attach) = (Some(3), served_attach);
         engine.status.phase = phase;
         let mut cluster = cluster_with("n", volume.clone());
         cluster.insert(engine.into());
@@ -456,11 +456,15 @@ fn nothing_is_salvaged_under_an_engine_that_may_serve_again() {
     };
     let refused = Err(RequestError::IsServed("v".to_owned()));
     let (frozen, starting) = (Some(EnginePhase::Frozen), Some(EnginePhase::Starting));
-    assert_eq!(check(VolumeState::Attaching, frozen, 3), refused, "it has served in this attachment");
-    assert_eq!(check(VolumeState::Attaching, starting, 3), refused);
-    assert_eq!(check(VolumeState::Attaching, frozen, 2), Ok(()), "it has only served in an earlier one");
-    assert_eq!(check(VolumeState::Attaching, frozen, 0), Ok(()));
-    assert_eq!(check(VolumeState::Detached, None, 3), Ok(()), "no engine is there");
+    assert_eq!(check(VolumeState::Attaching, frozen, Some(3)), refused, "it has served in this attachment");
+    assert_eq!(check(VolumeState::Attaching, starting, Some(3)), refused);
+    assert_eq!(
+        check(VolumeState::Attaching, frozen, Some(2)),
+        Ok(()),
+        "it has only served in an earlier one"
+    );
+    assert_eq!(check(VolumeState::Attaching, frozen, None), Ok(()));
+    assert_eq!(check(VolumeState::Detached, None, Some(3)), Ok(()), "no engine is there");
 }
 
 #[test]

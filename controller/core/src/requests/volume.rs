@@ -225,6 +225,5 @@ pub fn engine_location(cluster: &ClusterState, name: &str) -> Result<(NodeName, 
     let volume = find(cluster, name)?;
     let engine = cluster.engines.get(name).filter(|_| volume.status.state == VolumeState::Attached);
     let node = engine.and_then(|engine| engine.spec.node_id.clone());
-    let node = node.ok_or_else(|| RequestError::NotAttached(name.to_owned()))?;
-    Ok((node, volume.status.attach))
+    node.zip(volume.status.attach).ok_or_else(|| RequestError::NotAttached(name.to_owned()))
 }

@@ -16,7 +16,7 @@ fn volume(created: i64) -> Volume {
     let made = wanted.apply(&ClusterState::default(), Secret::new([7; SECRET_BYTES]), at(created)).unwrap();
     let Change::Store(mut volume) = made else { panic!("{made:?}") };
     volume.status.state = VolumeState::Deleting;
-    volume.status.attach = 5;
+    volume.status.attach = Some(5);
     volume.status.first_members = (1..=3).map(ReplicaId::from_random).collect();
     volume
 }
@@ -39,7 +39,7 @@ fn trashed(volume: &Volume, id: u64, deleted_ms: u64, failed: bool) -> Trashed {
         volume_created: at(0),
         volume_version: None,
         spec: volume.spec.clone(),
-        attach: 0,
+        attach: None,
         fenced_attach: None,
         arbiter: Arbiter::default(),
         grant_unreported: false,
@@ -59,6 +59,17 @@ fn deleted(created: i64) -> Volume {
     let mut volume = volume(created);
     volume.metadata.deletion_timestamp = Some(at(100));
     volume
+}
+
+#[test]
+fn the_record_of_a_volume_that_was_never_attached_has_the_number_zero() {
+    let mut volume = deleted(50);
+    volume.status.attach = None;
+    let record = trashed(&volume, 1, 10, false).record.unwrap();
+    assert_eq!(record.attach, None);
+    let written = serde_json::to_value(&record).unwrap();
+    assert_eq!(written["attach"], 0);
+    assert_eq!(serde_json::from_value::<DeletionRecord>(written).unwrap(), record);
 }
 
 /// Returns the undeletion if every directory can be restored, and the restored directories.
@@ -87,7 +98,7 @@ fn an_undeleted_volume_is_detached_and_has_its_replicas() {
         [trashed(&volume, 1, 10, false), trashed(&volume, 2, 11, false), trashed(&volume, 3, 12, true)];
     let (undeletion, restored) = back(&ClusterState::default(), &trash).unwrap();
     let found = undeletion.volume.clone().unwrap();
-    assert_eq!((found.status.state, found.status.attach), (VolumeState::Detached, 5));
+    assert_eq!((found.status.state, found.status.attach), (VolumeState::Detached, Some(5)));
     assert_eq!((found.spec.node_id.clone(), found.spec.secret.bytes()[0]), (None, 9));
     assert_eq!(found.status.first_members, volume.status.first_members);
     assert!(!found.metadata.is_deleting());
@@ -147,7 +158,7 @@ fn of_two_volumes_of_a_name_the_last_stored_one_is_undeleted() {
 fn a_volume_is_undeleted_repeatedly_with_all_of_its_replicas() {
     let before = life(50, 7, 1);
     let mut again = life(20, 9, 1);
-    again.status.attach += 1;
+    again.status.attach = Some(6);
     let trash = [trashed(&before, 1, 10, false), trashed(&again, 2, 11, false)];
     let (undeletion, restored) = back(&ClusterState::default(), &trash).unwrap();
     assert_eq!(restored, trash);
@@ -184,7 +195,7 @@ fn data_age(attach: u64, number: u32) -> DataAge {
 fn the_directories_with_the_newest_content_are_restored() {
     let gone = deleted(1);
     let mut earlier = gone.clone();
-    earlier.status.attach = 3;
+    earlier.status.attach = Some(3);
     // Replica 1 was deleted at attachment 3 by a clock that is ahead, came back, and was deleted again.
     let old = Trashed { data_age: data_age(3, 1), ..trashed(&earlier, 1, 90, false) };
     let new = Trashed { data_age: data_age(5, 2), ..trashed(&gone, 1, 20, false) };
@@ -192,7 +203,7 @@ fn the_directories_with_the_newest_content_are_restored() {
     let trash = [old, new.clone(), absent.clone()];
     let (undeletion, restored) = back(&ClusterState::default(), &trash).unwrap();
     assert_eq!(restored, [new.clone(), absent]);
-    assert_eq!(undeletion.volume.unwrap().status.attach, 5, "of the newest record");
+    assert_eq!(undeletion.volume.unwrap().status.attach, Some(5), "of the newest record");
     let failed: Vec<bool> =
         undeletion.replicas.iter().map(|replica| replica.status.failed_at.is_some()).collect();
     assert_eq!(failed, [false, true], "the volume has continued without the second one");
@@ -304,7 +315,7 @@ fn an_undeletion_adds_replicas_later_but_not_to_another_volume() {
     assert!(again.volume.is_none() && again.engine.is_none() && restored == trash[1..]);
     assert!(again.replicas.len() == 1 && again.replicas[0].status.failed_at.is_none());
     let mut served = cluster.volumes["v"].clone();
-    served.status.attach += 1;
+    served.status.attach = Some(6);
     cluster.insert(served.into());
     let (late, _) = back(&cluster, &trash[1..]).unwrap();
     assert!(late.replicas[0].status.failed_at.is_some(), "the volume has continued without it");
@@ -352,7 +363,7 @@ fn replicas_left_behind_belong_to_the_undeleted_volume_again() {
     // Also if it is all that there is: the others' time in the trash is over.
     let (alone, restored) = back(&cluster, &[]).unwrap();
     assert!(restored.is_empty() && alone.replicas.len() == 1);
-    assert_eq!(alone.volume.unwrap().status.attach, 5);
+    assert_eq!(alone.volume.unwrap().status.attach, Some(5));
     // The directory of another volume of the name is left alone.
     let newer = [trashed(&life(50, 0, 3), 3, 60, false)];
     let (other, _) = back(&cluster, &newer).unwrap();

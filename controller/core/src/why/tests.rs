@@ -68,14 +68,14 @@ fn engine() -> Engine {
             volume_size: 1 << 30,
             node_id: Some(node(1)),
             desire_state: DesireState::Running,
-            attach: 1,
+            attach: Some(1),
             frontend: Frontend::Auto,
             replica_address_map: BTreeMap::new(),
             map_revision: 0,
         },
         status: StoredEngineStatus {
             current_state: CurrentState::Running,
-            seen_attach: 1,
+            seen_attach: Some(1),
             phase: Some(EnginePhase::Serving),
             replica_mode_map: members.collect(),
             ..StoredEngineStatus::default()
@@ -94,7 +94,7 @@ impl Case {
         volume.status.state = VolumeState::Attached;
         volume.status.robustness = Robustness::Healthy;
         volume.status.current_node_id = Some(node(1));
-        volume.status.attach = 1;
+        volume.status.attach = Some(1);
         volume.status.attach_started_at = Some(at(0));
         let mut cluster = ClusterState::default();
         cluster.insert(volume.into());

@@ -115,7 +115,7 @@ pub struct Sim {
     /// The node that never comes back.
     lost: Option<usize>,
     /// The volumes that could not leave their nodes and were wanted there again, and their attachments.
-    wanted_back: BTreeMap<String, u64>,
+    wanted_back: BTreeMap<String, Option<u64>>,
 }
 
 impl Sim {

@@ -95,7 +95,7 @@ fn a_deleted_volume_without_an_engine_is_not_repaired() {
     delete(&mut cluster);
     rounds(&mut cluster, &mut agents);
     let mut engine = cluster.engines["v"].clone();
-    engine.status = StoredEngineStatus { seen_attach: ATTACH, ..StoredEngineStatus::default() };
+    engine.status = StoredEngineStatus { seen_attach: Some(ATTACH), ..StoredEngineStatus::default() };
     cluster.insert(engine.into());
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().instances.clear();
     rounds(&mut cluster, &mut agents);
@@ -205,7 +205,7 @@ pub(super) fn without_b() -> (ClusterState, Agents) {
     cluster.insert(volume.into());
     let mut engine = cluster.engines["v"].clone();
     engine.spec.desire_state = DesireState::Stopped;
-    engine.status = StoredEngineStatus { seen_attach: ATTACH, ..StoredEngineStatus::default() };
+    engine.status = StoredEngineStatus { seen_attach: Some(ATTACH), ..StoredEngineStatus::default() };
     cluster.insert(engine.into());
     let mut agents = agents(None);
     let since = now() - UNREACHABLE_AFTER;
@@ -351,7 +351,7 @@ fn an_engine_that_is_fenced_is_left_behind_until_its_process_is_stopped() {
     let stops = |call: &AgentCall| matches!(call, AgentCall::StopInstance { attach: Some(ATTACH), .. });
     assert!(calls.iter().any(stops), "{calls:#?}");
     all_rounds(&mut cluster, &agents);
-    assert_eq!(cluster.engines["v"].spec.attach, 0, "that of the new volume");
+    assert_eq!(cluster.engines["v"].spec.attach, None, "that of the new volume");
 }
 
 /// Equals the case of a node that is given up, but the agent answers: the disk below is gone.
@@ -410,7 +410,7 @@ pub(super) fn left_behind_engine(cluster: &mut ClusterState, agents: &Agents) {
     engine.status.current_state = CurrentState::Unknown;
     cluster.insert(engine.into());
     let mut volume = cluster.volumes["v"].clone();
-    (volume.status.fenced_attach, volume.status.attach) = (Some(ATTACH), ATTACH + 1);
+    (volume.status.fenced_attach, volume.status.attach) = (Some(ATTACH), Some(ATTACH + 1));
     cluster.insert(volume.into());
     all_rounds(cluster, agents);
     assert!(cluster.volumes.is_empty() && cluster.engines.contains_key("v"), "{cluster:#?}");

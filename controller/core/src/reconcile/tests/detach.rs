@@ -18,7 +18,7 @@ pub(super) fn leaving_cluster() -> ClusterState {
     cluster.insert(volume.into());
     let mut engine = cluster.engines["v"].clone();
     engine.status.replica_mode_map.insert(lost, MemberRecord::of(MemberMode::Member));
-    engine.status.served_attach = ATTACH;
+    engine.status.served_attach = Some(ATTACH);
     engine.status.endpoint = Some("/dev/longhorn/v".to_owned());
     cluster.insert(engine.into());
     cluster
@@ -107,7 +107,7 @@ fn a_volume_in_use_stays_attached_if_it_is_wanted_there_again() {
     want(&mut cluster, Some("a"));
     rounds(&mut cluster, &mut agents);
     let status = &volume(&cluster).status;
-    assert_eq!((status.state, status.attach), (VolumeState::Attached, ATTACH), "{status:#?}");
+    assert_eq!((status.state, status.attach), (VolumeState::Attached, Some(ATTACH)), "{status:#?}");
     let engine = &cluster.engines["v"];
     assert_eq!(engine.spec.desire_state, DesireState::Running);
     assert!(engine.status.is_serving() && engine.status.stop_refused.is_none(), "{:#?}", engine.status);
@@ -135,7 +135,7 @@ fn an_engine_that_cannot_continue_is_stopped_before_the_next_attachment() {
         }),
         ("lost", |cluster, _| {
             let engine = cluster.engines["v"].clone();
-            let status = StoredEngineStatus { lost_attach: ATTACH, ..engine.status.clone() };
+            let status = StoredEngineStatus { lost_attach: Some(ATTACH), ..engine.status.clone() };
             cluster.insert(Engine { status, ..engine }.into());
         }),
         ("salvage", |cluster, _| {
@@ -174,7 +174,7 @@ fn a_volume_whose_engine_may_be_fenced_continues_with_the_next_engine() {
     let (mut cluster, mut agents) = (leaving_cluster(), both());
     rounds(&mut cluster, &mut agents);
     let mut drawn = volume(&cluster).clone();
-    drawn.status.attach = ATTACH + 1;
+    drawn.status.attach = Some(ATTACH + 1);
     drawn.status.attached_since = Some(1);
     cluster.insert(drawn.into());
     for (id, node) in [(1, "a"), (2, "b")] {
@@ -282,7 +282,7 @@ fn replicas_are_not_stopped_if_the_next_engine_needs_them() {
         assert!(cluster.replicas.values().all(|replica| replica.spec.desire_state == DesireState::Running));
     }
     let status = &volume(&cluster).status;
-    assert_eq!((status.state, status.attach), (VolumeState::Attaching, ATTACH + 1));
+    assert_eq!((status.state, status.attach), (VolumeState::Attaching, Some(ATTACH + 1)));
     assert_eq!(status.current_node_id, NodeName::new("c").ok());
 }
 

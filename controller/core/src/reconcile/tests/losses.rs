@@ -11,11 +11,11 @@ fn serving(lost_writes: bool) -> ClusterState {
     volume.status.current_node_id = volume.spec.node_id.clone();
     volume.status.state = VolumeState::Attached;
     volume.status.robustness = Robustness::Healthy;
-    volume.status.attach = ATTACH;
+    volume.status.attach = Some(ATTACH);
     cluster.insert(volume.into());
     let mut engine = cluster.engines["v"].clone();
     engine.status.current_state = CurrentState::Running;
-    engine.status.seen_attach = ATTACH;
+    engine.status.seen_attach = Some(ATTACH);
     engine.status.phase = Some(EnginePhase::Serving);
     engine.status.lost_writes = lost_writes;
     cluster.insert(engine.into());

@@ -38,10 +38,10 @@ fn an_attachment_whose_engine_object_is_removed_late_gets_another_one() {
     cluster.remove(&Key::new(Kind::Engine, "v"));
     let agents = all_agents(&cluster);
     act(&mut cluster, &agents, &Key::new(Kind::Volume, "v"));
-    assert_eq!(cluster.engines["v"].spec.attach, 0);
-    assert_eq!(cluster.volumes["v"].status.attach, ATTACH + 1, "no engine has that number yet");
+    assert_eq!(cluster.engines["v"].spec.attach, None);
+    assert_eq!(cluster.volumes["v"].status.attach, Some(ATTACH + 1), "no engine has that number yet");
     act(&mut cluster, &agents, &Key::new(Kind::Volume, "v"));
-    assert_eq!(cluster.volumes["v"].status.attach, ATTACH + 1, "drawn once");
+    assert_eq!(cluster.volumes["v"].status.attach, Some(ATTACH + 1), "drawn once");
 }
 
 /// The engine has a greater number than its volume, as after a restore of one object. A single number fences
@@ -52,7 +52,7 @@ fn a_number_is_drawn_above_that_of_the_engine() {
     agents.get_mut(&NodeName::new("a").unwrap()).unwrap().link =
         AgentLink::Down { since: now() - UNREACHABLE_AFTER, reason: "no answer".to_owned() };
     let mut engine = cluster.engines["v"].clone();
-    engine.spec.attach = 40;
+    engine.spec.attach = Some(40);
     engine.spec.desire_state = DesireState::Stopped;
     engine.status.current_state = CurrentState::Unknown;
     cluster.insert(engine.into());
@@ -60,7 +60,7 @@ fn a_number_is_drawn_above_that_of_the_engine() {
     volume.status.state = VolumeState::Detaching;
     cluster.insert(volume.into());
     act(&mut cluster, &agents, &Key::new(Kind::Volume, "v"));
-    assert_eq!(cluster.volumes["v"].status.attach, 41);
+    assert_eq!(cluster.volumes["v"].status.attach, Some(41));
 }
 
 /// The node was absent from before the deletion until after the undeletion: its process has the former secret

@@ -15,7 +15,7 @@ fn starting(state: VolumeState) -> ClusterState {
     let mut cluster = super::cluster();
     let mut volume = cluster.volumes.remove("v").unwrap();
     volume.status.state = state;
-    volume.status.attach = ATTACH;
+    volume.status.attach = Some(ATTACH);
     volume.status.attach_started_at = Some(now());
     volume.status.first_members = vec![ReplicaId::from_random(ID)];
     cluster.insert(volume.into());
@@ -177,7 +177,7 @@ fn engine_after(phase: EnginePhase, now: Timestamp) -> Option<StoredEngineStatus
     let actions = reconcile(&context, &Key::new(Kind::Engine, "v")).actions;
     actions.into_iter().find_map(|action| match action {
         Action::Write(object) => match *object {
-            Object::Engine(engine) if engine.status.seen_attach == ATTACH => Some(engine.status),
+            Object::Engine(engine) if engine.status.seen_attach == Some(ATTACH) => Some(engine.status),
             _ => None,
         },
         _ => None,
@@ -188,9 +188,9 @@ fn engine_after(phase: EnginePhase, now: Timestamp) -> Option<StoredEngineStatus
 fn an_engine_that_serves_or_cannot_is_stored_at_once_and_one_that_starts_is_not() {
     assert!(engine_after(EnginePhase::Starting, now()).is_none());
     let slow = engine_after(EnginePhase::Starting, now() + QUIET_START).unwrap();
-    assert_eq!(slow.served_attach, 0);
+    assert_eq!(slow.served_attach, None);
     assert!(engine_after(EnginePhase::Frozen, now()).is_some());
-    assert_eq!(engine_after(EnginePhase::Serving, now()).unwrap().served_attach, ATTACH);
+    assert_eq!(engine_after(EnginePhase::Serving, now()).unwrap().served_attach, Some(ATTACH));
 }
 
 /// Returns the health of a volume whose engine is frozen in its start, after that time. The start has
@@ -209,9 +209,9 @@ fn health_of_frozen(
     cluster.insert(volume.into());
     let mut engine = cluster.engines["v"].clone();
     engine.spec.desire_state = DesireState::Running;
-    engine.spec.attach = ATTACH;
+    engine.spec.attach = Some(ATTACH);
     engine.status.current_state = CurrentState::Running;
-    engine.status.seen_attach = ATTACH;
+    engine.status.seen_attach = Some(ATTACH);
     engine.status.phase = Some(EnginePhase::Frozen);
     cluster.insert(engine.into());
     let decision = decide(&cluster, Kind::Volume, "v", now_is);

@@ -15,13 +15,13 @@ impl VolumeReconciler<'_> {
     /// reports that it waits. It does so after [`GRANT_CHECK`] or [`START_CHECK`], and after growing pauses
     /// if the agent cannot be called.
     pub(super) fn arbitrate(&mut self) {
-        let Some((node, wanted)) = self.objects.grant_wanted() else {
+        let (Some((node, wanted)), Some(attach)) = (self.objects.grant_wanted(), self.stored.status.attach)
+        else {
             if self.stored.status.conditions.get(ConditionType::Granted).is_some() {
                 self.record_grant(Finding::Well);
             }
             return;
         };
-        let attach = self.stored.status.attach;
         let arbiter = &self.stored.status.arbiter;
         match arbiter.ask(attach, wanted.view, &wanted.honoured, &wanted.stored) {
             Ok(granted) => {
@@ -37,7 +37,7 @@ impl VolumeReconciler<'_> {
                 }
                 let message = format!("Frozen: waiting for the arbiter, which has granted view {view}");
                 self.record_grant(Finding::wrong(WAITING, message));
-                self.send_grant(node.clone(), view);
+                self.send_grant(node.clone(), attach, view);
                 self.actions.again_after(GRANT_CHECK);
             }
             Err(refused) => {
@@ -50,7 +50,7 @@ impl VolumeReconciler<'_> {
                     // It has to honour that: a start does at once, and of an engine that serves the next
                     // process does. The controller repeats it for as long as the engine asks. Nothing else
                     // shows that an answer was lost, and a start without it waits for ever.
-                    self.send_grant(node.clone(), granted);
+                    self.send_grant(node.clone(), attach, granted);
                 }
                 self.record_grant(Finding::wrong("NotGranted", message));
                 self.actions.again_after(START_CHECK);
@@ -92,10 +92,9 @@ impl VolumeReconciler<'_> {
         left.is_some()
     }
 
-    fn send_grant(&mut self, node: NodeName, view: shorthorn_types::View) {
+    fn send_grant(&mut self, node: NodeName, attach: u64, view: shorthorn_types::View) {
         let volume = self.stored.spec.volume_name.clone();
-        let call = AgentCall::Grant { volume, attach: self.stored.status.attach, view: Box::new(view) };
-        self.actions.call_after_store(node, call);
+        self.actions.call_after_store(node, AgentCall::Grant { volume, attach, view: Box::new(view) });
     }
 
     fn record_grant(&mut self, finding: Finding) {

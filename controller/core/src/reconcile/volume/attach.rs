@@ -28,9 +28,9 @@ impl VolumeReconciler<'_> {
     }
 
     /// Draws a number above all that any reachable process knows, because the store may be older than the
-    /// volume, and above that of its engine.
-    pub(super) fn draw_attach(&mut self) {
-        self.status.draw_attach(self.objects.known_attach());
+    /// volume, and above that of its engine. Returns it.
+    pub(super) fn draw_attach(&mut self) -> u64 {
+        self.status.draw_attach(self.objects.known_attach())
     }
 
     /// Starts the replicas, then the engine, then the device.
@@ -97,7 +97,7 @@ impl VolumeReconciler<'_> {
         };
         let first_members = &self.stored.status.first_members;
         // An engine that never existed needs no fence.
-        let node_was_lost = engine.spec.attach > 0 && self.objects.is_fenced(engine);
+        let node_was_lost = engine.spec.attach.is_some() && self.objects.is_fenced(engine);
         let unknown = self.context.cluster.unknown_members_of(&self.stored.metadata.name).collect();
         match health::readiness(self.objects.replicas(), unknown, first_members, &node, left, node_was_lost) {
             health::StartReadiness::Ready(targets) => {

@@ -138,8 +138,8 @@ impl VolumeReconciler<'_> {
     /// Sends the addresses of the replicas to an engine that is being stopped, because its own reconciler is
     /// busy with the stop.
     fn pass_on_addresses(&mut self, engine: &Engine) {
-        let Some(node) = engine.spec.node_id.clone() else { return };
-        let (revision, attach) = (engine.spec.map_revision, engine.spec.attach);
+        let (Some(node), Some(attach)) = (engine.spec.node_id.clone(), engine.spec.attach) else { return };
+        let revision = engine.spec.map_revision;
         if engine.status.map_revision == revision {
             return;
         }

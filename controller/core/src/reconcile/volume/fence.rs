@@ -54,7 +54,7 @@ impl VolumeReconciler<'_> {
     }
 
     fn send_fence(&mut self) {
-        let attach = self.stored.status.attach;
+        let Some(attach) = self.stored.status.attach else { return };
         let replicas = self.objects.replicas().to_vec();
         for replica in replicas {
             if self.objects.observed_replica(replica).is_some_and(|shown| shown.attach < Some(attach)) {

@@ -16,7 +16,7 @@ use crate::reconcile::START_CHECK;
 impl VolumeReconciler<'_> {
     /// Draws a number above those in use if the stored one is not. Returns true if this run ends with that.
     pub(super) fn renew_stale_attach(&mut self) -> bool {
-        let attach = self.stored.status.attach;
+        let Some(attach) = self.stored.status.attach else { return false };
         let Some(refused) = self.objects.refused_attach() else { return false };
         let is_used = match self.stored.status.state {
             VolumeState::Attaching => refused > attach || (refused == attach && self.is_unused()),
@@ -26,9 +26,8 @@ impl VolumeReconciler<'_> {
         if !is_used {
             return false;
         }
-        self.draw_attach();
-        self.status.mark_arbiter_stale();
-        let next = self.status.decided().attach;
+        let next = self.draw_attach();
+        self.status.mark_arbiter_stale(next);
         if self.stored.status.state == VolumeState::Attached {
             self.enter(VolumeState::Attaching);
         }
@@ -47,7 +46,8 @@ impl VolumeReconciler<'_> {
     fn is_unused(&self) -> bool {
         let status = &self.stored.status;
         let is_launched = self.objects.engine().is_some_and(|engine| engine.spec.attach >= status.attach);
-        let is_salvaged = status.salvage.as_ref().is_some_and(|salvage| salvage.attach == status.attach);
+        let is_salvaged =
+            status.salvage.as_ref().is_some_and(|salvage| Some(salvage.attach) == status.attach);
         !is_launched && !is_salvaged
     }
 

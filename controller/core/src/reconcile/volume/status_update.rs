@@ -51,11 +51,13 @@ impl<'a> StatusUpdate<'a> {
         is_new
     }
 
-    /// Draws the number of the next attachment: above the volume's own, and above `known`, the newest one
-    /// that any process knows.
-    pub(super) fn draw_attach(&mut self, known: u64) {
-        self.next.attach = self.next.attach.max(known) + 1;
+    /// Draws the number of the next attachment and returns it. It is above the volume's own, and above
+    /// `known`, the newest one that any process knows.
+    pub(super) fn draw_attach(&mut self, known: Option<u64>) -> u64 {
+        let drawn = self.next.attach.max(known).unwrap_or_default() + 1;
+        self.next.attach = Some(drawn);
         self.next.attach_started_at = Some(self.now);
+        drawn
     }
 
     /// Takes the volume to a node for the next attachment.
@@ -71,17 +73,17 @@ impl<'a> StatusUpdate<'a> {
     /// Records that the drawn attachment is the first one on its node: no device of an older one is carried
     /// over.
     pub(super) fn begin_stay(&mut self) {
-        self.next.attached_since = Some(self.next.attach);
+        self.next.attached_since = self.next.attach;
     }
 
     /// Records that engines up to this attachment can acknowledge no write any more.
-    pub(super) fn set_fenced(&mut self, attach: u64) {
-        self.next.fenced_attach = Some(attach);
+    pub(super) fn set_fenced(&mut self, attach: Option<u64>) {
+        self.next.fenced_attach = attach;
     }
 
     /// Records that engines up to this attachment are not waited for.
-    pub(super) fn set_abandoned(&mut self, attach: u64) {
-        self.next.abandoned_attach = Some(attach);
+    pub(super) fn set_abandoned(&mut self, attach: Option<u64>) {
+        self.next.abandoned_attach = attach;
     }
 
     /// Records a new grant of the arbiter, which no process has reported yet.
@@ -95,9 +97,9 @@ impl<'a> StatusUpdate<'a> {
         self.next.grant_unreported = false;
     }
 
-    /// Marks the arbiter's record as older than the volume, since the drawn attachment.
-    pub(super) fn mark_arbiter_stale(&mut self) {
-        self.next.arbiter = self.next.arbiter.stale(self.next.attach);
+    /// Marks the arbiter's record as older than the volume, since the attachment `drawn`.
+    pub(super) fn mark_arbiter_stale(&mut self, drawn: u64) {
+        self.next.arbiter = self.next.arbiter.stale(drawn);
     }
 
     /// Replaces a stale record of the arbiter.
@@ -192,11 +194,11 @@ mod tests {
     #[test]
     fn the_number_of_the_attachment_only_rises() {
         let mut stored = volume();
-        stored.status.attach = 5;
+        stored.status.attach = Some(5);
         let mut status = StatusUpdate::new(&stored, now());
-        for (known, drawn) in [(0, 6), (3, 7), (9, 10), (10, 11)] {
-            status.draw_attach(known);
-            assert_eq!(status.decided().attach, drawn, "a process knows {known}");
+        for (known, drawn) in [(None, 6), (Some(3), 7), (Some(9), 10), (Some(10), 11)] {
+            assert_eq!(status.draw_attach(known), drawn, "a process knows {known:?}");
+            assert_eq!(status.decided().attach, Some(drawn));
         }
         assert_eq!(status.decided().attach_started_at, Some(now()));
         status.begin_stay();
@@ -204,11 +206,19 @@ mod tests {
     }
 
     #[test]
+    fn the_first_attachment_has_the_number_one() {
+        let mut stored = volume();
+        stored.status.attach = None;
+        assert_eq!(StatusUpdate::new(&stored, now()).draw_attach(None), 1);
+        assert_eq!(StatusUpdate::new(&stored, now()).draw_attach(Some(4)), 5, "a process knows 4");
+    }
+
+    #[test]
     fn a_stale_arbiter_counts_from_the_drawn_attachment() {
         let stored = volume();
         let mut status = StatusUpdate::new(&stored, now());
-        status.draw_attach(41);
-        status.mark_arbiter_stale();
+        let drawn = status.draw_attach(Some(41));
+        status.mark_arbiter_stale(drawn);
         assert_eq!(status.decided().arbiter.stale_since(), Some(42));
     }
 

@@ -95,9 +95,9 @@ impl<'a> VolumeObjects<'a> {
         self.replicas.iter().filter_map(of).max()
     }
 
-    /// Returns the newest attachment that the engine or any reachable process of the volume knows; 0 if none
+    /// Returns the newest attachment that the engine or any reachable process of the volume knows, if any
     /// does.
-    pub(super) fn known_attach(&self) -> u64 {
+    pub(super) fn known_attach(&self) -> Option<u64> {
         let volume = &self.volume.spec.volume_name;
         let key = InstanceKey::engine(volume);
         let agents = self.context.agents.with_engine(volume).map(|(_, agent)| agent);
@@ -107,8 +107,8 @@ impl<'a> VolumeObjects<'a> {
                 Detail::Replica(_) => None,
             }
         });
-        let of_engine = self.engine.map(|engine| engine.spec.attach);
-        processes.chain(self.refused_attach()).chain(of_engine).max().unwrap_or_default()
+        let of_engine = self.engine.and_then(|engine| engine.spec.attach);
+        processes.chain(self.refused_attach()).chain(of_engine).max()
     }
 
     /// Returns the newest attachment that has opened a replica in reach. An engine may be of another volume
@@ -138,7 +138,9 @@ impl<'a> VolumeObjects<'a> {
     pub(super) fn fenced_reports(&self) -> Vec<(ReplicaId, ReplicaReport)> {
         let attach = self.volume.status.attach;
         let of = |replica: &&Replica| {
-            let shown = self.observed_replica(replica).filter(|shown| shown.attach >= Some(attach))?;
+            let shown = self
+                .observed_replica(replica)
+                .filter(|shown| shown.attach.is_some() && shown.attach >= attach)?;
             Some((replica.spec.replica_id, (**shown.views.as_ref()?).clone()))
         };
         let mut reports: Vec<_> = self.replicas.iter().filter_map(of).collect();
@@ -146,7 +148,7 @@ impl<'a> VolumeObjects<'a> {
         else {
             return reports;
         };
-        let was_served = self.engine.is_some_and(|engine| engine.status.served_attach > 0)
+        let was_served = self.engine.is_some_and(|engine| engine.status.served_attach.is_some())
             || self.replicas.iter().any(|replica| replica.status.healthy_at.is_some());
         let all_know = was_served || newest.id.generation != Generation::NEVER;
         let is_forgetful = |id: ReplicaId, report: &ReplicaReport| {
@@ -162,7 +164,7 @@ impl<'a> VolumeObjects<'a> {
         let agent = self.context.agents.get(node).filter(|agent| agent.is_synced())?;
         let instance = agent.instances.get(&InstanceKey::engine(&self.volume.spec.volume_name))?;
         match &instance.detail {
-            Detail::Engine(shown) if shown.attach == Some(self.volume.status.attach) => {
+            Detail::Engine(shown) if shown.is_of(self.volume.status.attach) => {
                 shown.grant_wanted().map(|wanted| (node, wanted))
             }
             _ => None,

@@ -16,9 +16,10 @@ impl Sim {
         match object {
             Object::Volume(volume) => {
                 let stored = self.store.volumes.get(&volume.metadata.name);
-                let attach = stored.map_or(0, |stored| stored.status.attach);
+                let attach = stored.and_then(|stored| stored.status.attach);
                 assert!(volume.status.attach >= attach, "the attach number falls");
-                assert!(volume.status.attach <= attach + 1, "the attach number jumps");
+                let next = attach.map_or(1, |attach| attach + 1);
+                assert!(volume.status.attach <= Some(next), "the attach number jumps");
                 let stale = volume.status.arbiter.stale_since();
                 assert_eq!(stale, None, "no store is ever restored from a backup here");
                 if stored.is_some_and(|stored| stored.status.fenced_attach < volume.status.fenced_attach) {
@@ -61,7 +62,7 @@ impl Sim {
         let name = &volume.metadata.name;
         let Some(newest) = self.views.newest.get(name) else { return };
         let attach = newest.id.generation.attach;
-        if !volume.status.is_fenced(attach) {
+        if !volume.status.is_fenced(Some(attach)) {
             return;
         }
         // A replica that has lost its directory, also after it has refused, serves no engine any more.
@@ -120,7 +121,7 @@ impl Sim {
                 let stored = &self.store.volumes[volume.as_str()].status;
                 let salvage = stored.salvage.as_ref().unwrap();
                 assert!(
-                    *attach <= salvage.attach && salvage.attach <= stored.attach,
+                    *attach <= salvage.attach && Some(salvage.attach) <= stored.attach,
                     "a salvage is not stored"
                 );
                 let key = InstanceKey::engine(volume);
@@ -146,7 +147,7 @@ impl Sim {
             }
             AgentCall::FenceReplica { volume, attach, .. } => {
                 let stored = self.store.volumes[volume.as_str()].status.attach;
-                assert!(*attach <= stored, "replicas get attachment {attach} before it is stored");
+                assert!(Some(*attach) <= stored, "replicas get attachment {attach} before it is stored");
             }
             AgentCall::StartReplica(_) => {
                 let stored = self.store.replicas.get(&call.instance().name);
@@ -173,9 +174,9 @@ impl Sim {
             status.pending_salvage().is_none_or(|salvage| *attach < salvage.attach),
             "an engine is started before its volume is salvaged"
         );
-        assert!(*attach <= stored, "attachment {attach} is used before it is stored");
+        assert!(Some(*attach) <= stored, "attachment {attach} is used before it is stored");
         let seen = self.store.engines[volume.as_str()].status.seen_attach;
-        assert!(seen < *attach, "a lost engine is started again under its number {attach}");
+        assert!(seen < Some(*attach), "a lost engine is started again under its number {attach}");
         let names: Vec<String> = replicas.keys().map(|id| format!("{volume}-{id}")).collect();
         assert!(!names.is_empty(), "an engine is started without replicas");
         self.used.extend(names.iter().cloned());
@@ -257,7 +258,7 @@ impl Sim {
     /// after all others.
     fn check_grant(&mut self, volume: &str, attach: u64, view: View) {
         let status = &self.store.volumes[volume].status;
-        assert!(attach <= status.attach, "a grant for an attachment that is not stored");
+        assert!(Some(attach) <= status.attach, "a grant for an attachment that is not stored");
         let stored = status.arbiter.granted().unwrap();
         assert!(view.id <= stored.id, "view {view} is sent and not stored");
         assert!(view.id.generation.attach <= attach, "an engine of {attach} gets view {view}");
@@ -278,7 +279,7 @@ impl Sim {
         let key = InstanceKey::engine(&volume.spec.volume_name);
         for engine in self.nodes.iter().filter_map(|node| node.instances.get(&key)) {
             if let Detail::Engine(engine) = &engine.detail
-                && engine.attach == Some(volume.status.attach)
+                && engine.is_of(volume.status.attach)
             {
                 let known = engine
                     .reported
@@ -444,7 +445,7 @@ impl Sim {
         for replica in self.store.replicas_of(&spec.volume_name) {
             assert_eq!(replica.spec.volume_size, spec.size, "{replica:#?} is scheduled as something else");
         }
-        let given = place.sizes[&(key.clone(), status.attach)];
+        let given = place.sizes[&(key.clone(), status.attach.unwrap())];
         assert_eq!(given, spec.size, "the engine of {} got {given}", volume.metadata.name);
         assert_eq!(status.robustness, Robustness::Healthy, "{volume:#?}\n{:#?}", self.store.replicas);
         let members = self.views.newest[volume.metadata.name.as_str()].members;

@@ -54,13 +54,13 @@ impl Lost {
         };
         volume.status.state = VolumeState::Detaching;
         volume.status.current_node_id = Some(node(0));
-        volume.status.attach = OLD;
+        volume.status.attach = Some(OLD);
         let spec = EngineSpec {
             volume_name: VolumeName::new("v").unwrap(),
             volume_size: 1 << 20,
             node_id: Some(node(0)),
             desire_state: DesireState::Stopped,
-            attach: OLD,
+            attach: Some(OLD),
             frontend: Frontend::Auto,
             replica_address_map: BTreeMap::new(),
             map_revision: 0,
@@ -118,7 +118,10 @@ impl Lost {
             match action {
                 Action::Write(object) => self.cluster.insert(Object::clone(&object)),
                 Action::Call(node, AgentCall::FenceReplica { attach, .. }) => {
-                    assert!(attach <= self.volume().status.attach, "a number is used before it is stored");
+                    assert!(
+                        Some(attach) <= self.volume().status.attach,
+                        "a number is used before it is stored"
+                    );
                     fenced.push((node.to_string(), attach));
                 }
                 Action::Emit(_) => {}
@@ -131,7 +134,7 @@ impl Lost {
     /// Draws the number and sends it to the replicas.
     fn begin(&mut self) {
         assert_eq!(self.run(), [], "the number is stored first");
-        assert_eq!(self.volume().status.attach, OLD + 1);
+        assert_eq!(self.volume().status.attach, Some(OLD + 1));
         self.run();
     }
 
@@ -174,7 +177,7 @@ fn enough_replicas_that_refuse_the_engine_fence_it() {
     lost.replica_says(2, OLD + 1, view(OLD, 1, &[0, 1, 2]));
     lost.run();
     assert!(lost.is_fenced());
-    assert_eq!(lost.volume().status.attach, OLD + 1, "one number is enough");
+    assert_eq!(lost.volume().status.attach, Some(OLD + 1), "one number is enough");
     lost.run();
     let stopped = |replica: &Replica| replica.spec.desire_state == DesireState::Stopped;
     assert!(lost.cluster.replicas.values().all(stopped), "the detach continues");
@@ -208,7 +211,8 @@ fn replicas_that_have_lost_their_views_do_not_prove_a_fence() {
     lost.run();
     assert!(!lost.is_fenced());
     // Nor do several that agree, if an engine has served.
-    for (was_member, served_attach, enough) in [(true, 0, false), (false, OLD, false), (false, 0, true)] {
+    let cases = [(true, None, false), (false, Some(OLD), false), (false, None, true)];
+    for (was_member, served_attach, enough) in cases {
         let mut lost = Lost::new(3);
         let mut known = replica(0);
         known.status.healthy_at = was_member.then_some(Timestamp::UNIX_EPOCH);
@@ -219,7 +223,7 @@ fn replicas_that_have_lost_their_views_do_not_prove_a_fence() {
         lost.begin();
         (1..3).for_each(|at| lost.replica_says(at, OLD + 1, first(3)));
         lost.run();
-        assert_eq!(lost.is_fenced(), enough, "{was_member}, {served_attach}");
+        assert_eq!(lost.is_fenced(), enough, "{was_member}, {served_attach:?}");
     }
 }
 
@@ -258,20 +262,24 @@ fn a_store_that_is_older_than_its_volume_shows_in_the_replicas() {
         let mut lost = restored(state);
         lost.replica_says(1, OLD + 7, view(OLD + 7, 1, &[0, 1]));
         lost.run();
-        assert_eq!((lost.volume().status.attach, stale_since(&lost)), (OLD + 8, Some(OLD + 8)), "{state:?}");
+        assert_eq!(
+            (lost.volume().status.attach, stale_since(&lost)),
+            (Some(OLD + 8), Some(OLD + 8)),
+            "{state:?}"
+        );
         lost.replica_says(0, OLD + 20, view(OLD + 20, 2, &[0]));
         lost.run();
-        assert_eq!(lost.volume().status.attach, OLD + 8, "its node is not in reach");
+        assert_eq!(lost.volume().status.attach, Some(OLD + 8), "its node is not in reach");
     }
 }
 
 #[test]
 fn a_number_that_was_used_before_the_backup_was_restored_is_not_used_again() {
     let mut lost = restored(VolumeState::Attaching);
-    lost.change(|volume| volume.status.attach = OLD + 1);
+    lost.change(|volume| volume.status.attach = Some(OLD + 1));
     lost.replica_says(1, OLD + 1, view(OLD + 1, 1, &[0, 1]));
     lost.run();
-    assert_eq!((lost.volume().status.attach, stale_since(&lost)), (OLD + 2, Some(OLD + 2)));
+    assert_eq!((lost.volume().status.attach, stale_since(&lost)), (Some(OLD + 2), Some(OLD + 2)));
     let mut launched = restored(VolumeState::Attaching);
     launched.replica_says(1, OLD, view(OLD, 1, &[0, 1]));
     launched.run();
@@ -283,7 +291,7 @@ fn the_arbiter_grants_again_once_more_than_half_serve() {
     let mut lost = restored(VolumeState::Attached);
     let new = OLD + 8;
     lost.change(|volume| {
-        volume.status.attach = new;
+        volume.status.attach = Some(new);
         volume.status.arbiter = volume.status.arbiter.stale(new);
     });
     let stored = serde_json::to_string(&lost.volume().status).unwrap();
@@ -293,7 +301,7 @@ fn the_arbiter_grants_again_once_more_than_half_serve() {
     lost.run();
     assert_eq!(stale_since(&lost), Some(new), "no engine of ours serves in that view");
     let mut engine = lost.cluster.engines["v"].clone();
-    engine.spec.attach = new;
+    engine.spec.attach = Some(new);
     engine.spec.node_id = Some(node(1));
     engine.spec.desire_state = DesireState::Running;
     engine.status = StoredEngineStatus {
@@ -301,7 +309,7 @@ fn the_arbiter_grants_again_once_more_than_half_serve() {
         phase: Some(EnginePhase::Serving),
         generation: Some(committed.id.generation),
         endpoint: Some("/dev/longhorn/v".to_owned()),
-        seen_attach: new,
+        seen_attach: Some(new),
         ..StoredEngineStatus::default()
     };
     lost.cluster.insert(engine.into());
@@ -327,7 +335,7 @@ fn a_salvage_that_waits_does_not_fence_the_old_engine_by_its_own_grant() {
     for (replicas, done, enough) in [(3, false, false), (2, false, false), (3, true, true)] {
         let mut lost = Lost::new(replicas);
         lost.begin();
-        let attach = lost.volume().status.attach;
+        let attach = lost.volume().status.attach.unwrap();
         lost.change(|volume| {
             volume.status.arbiter = crate::salvage::arbiter(attach, id(1));
             volume.status.salvage = Some(crate::objects::Salvage {

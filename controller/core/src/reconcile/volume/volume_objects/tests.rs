@@ -3,7 +3,7 @@ use shorthorn_types::{Members, ViewId};
 use super::*;
 use crate::example::{Example, engine_in, id, now};
 use crate::objects::{DesireState, EnginePhase};
-use crate::observed::{AgentLink, Instance};
+use crate::observed::{AgentLink, Instance, ObservedEngine};
 use crate::reconcile::Settings;
 
 /// Runs `check` over the objects of the volume of the example.
@@ -41,27 +41,35 @@ fn an_engine_that_an_earlier_volume_has_left_behind_is_not_its_own() {
     assert!(with_objects(&example, |objects| objects.engine().is_some()));
     example.engine().metadata.deletion_timestamp = Some(now());
     example.engine().spec.desire_state = DesireState::Stopped;
-    example.engine().spec.attach = 9;
+    example.engine().spec.attach = Some(9);
     with_objects(&example, |objects| {
         assert!(objects.engine().is_none() && objects.has_engine_of_earlier_volume());
-        assert_eq!(objects.known_attach(), 1, "the process is of the volume");
+        assert_eq!(objects.known_attach(), Some(1), "the process is of the volume");
     });
 }
 
 #[test]
 fn the_newest_attachment_of_any_reachable_process_is_known() {
     let mut example = Example::new();
-    assert_eq!(with_objects(&example, |objects| objects.known_attach()), 1);
+    assert_eq!(with_objects(&example, |objects| objects.known_attach()), Some(1));
     report(&mut example, (2, "b"), 4, view(4, 1));
     report(&mut example, (3, "c"), 7, view(7, 1));
     assert_eq!(with_objects(&example, |objects| objects.refused_attach()), Some(7));
     example.agent("c").link = AgentLink::Down { since: now(), reason: String::new() };
     assert_eq!(with_objects(&example, |objects| objects.refused_attach()), Some(4));
-    assert_eq!(with_objects(&example, |objects| objects.known_attach()), 4);
+    assert_eq!(with_objects(&example, |objects| objects.known_attach()), Some(4));
     example.engine_says(engine_in(5, EnginePhase::Serving));
-    assert_eq!(with_objects(&example, |objects| objects.known_attach()), 5);
-    example.engine().spec.attach = 6;
-    assert_eq!(with_objects(&example, |objects| objects.known_attach()), 6);
+    assert_eq!(with_objects(&example, |objects| objects.known_attach()), Some(5));
+    example.engine().spec.attach = Some(6);
+    assert_eq!(with_objects(&example, |objects| objects.known_attach()), Some(6));
+}
+
+#[test]
+fn no_attachment_is_known_before_the_first_one() {
+    let mut example = Example::new();
+    example.engine().spec.attach = None;
+    example.engine_says(ObservedEngine::default());
+    assert_eq!(with_objects(&example, |objects| objects.known_attach()), None);
 }
 
 #[test]
@@ -72,14 +80,14 @@ fn only_a_view_of_the_serving_engine_is_served() {
     report(&mut example, (2, "b"), 1, view(1, 3));
     report(&mut example, (3, "c"), 1, view(2, 9));
     assert_eq!(with_objects(&example, |objects| objects.served_view()), Some(view(1, 3)));
-    example.engine().status.seen_attach = 0;
+    example.engine().status.seen_attach = None;
     assert_eq!(with_objects(&example, |objects| objects.served_view()), None);
 }
 
 #[test]
 fn replicas_that_accept_the_old_engine_or_have_lost_their_views_do_not_count_for_a_fence() {
     let mut example = Example::new();
-    example.volume().status.attach = 2;
+    example.volume().status.attach = Some(2);
     report(&mut example, (1, "a"), 1, view(1, 1));
     report(&mut example, (2, "b"), 2, view(1, 1));
     report(&mut example, (3, "c"), 2, view(0, 0));
