@@ -82,6 +82,44 @@ struct Peer {
     losses: u64,
 }
 
+/// The phase of a change of the view.
+#[derive(Debug)]
+enum ChangePhase {
+    /// All members agree on the view: no change is under way.
+    Agreed,
+    /// The members of the new view are storing it.
+    Proposed(ViewChange),
+    /// The arbiter was asked to grant the new view: either this change succeeds or none does.
+    Asked(ViewChange),
+}
+
+impl ChangePhase {
+    fn change(&self) -> Option<&ViewChange> {
+        match self {
+            ChangePhase::Agreed => None,
+            ChangePhase::Proposed(change) | ChangePhase::Asked(change) => Some(change),
+        }
+    }
+
+    /// Returns the change if it proposes the view `id`.
+    fn change_to(&mut self, id: ViewId) -> Option<&mut ViewChange> {
+        let change = match self {
+            ChangePhase::Agreed => None,
+            ChangePhase::Proposed(change) | ChangePhase::Asked(change) => Some(change),
+        };
+        change.filter(|change| change.target.id == id)
+    }
+
+    fn is_asked(&self) -> bool {
+        matches!(self, ChangePhase::Asked(_))
+    }
+
+    /// Puts another change in the place of this one. The arbiter stays asked if it is.
+    fn replace(&mut self, change: ViewChange) {
+        *self = if self.is_asked() { ChangePhase::Asked(change) } else { ChangePhase::Proposed(change) };
+    }
+}
+
 /// The members of the volume, and the pending change.
 ///
 /// The view changes only when the change is complete. All its members have stored it then, and the arbiter
@@ -90,10 +128,9 @@ struct Peer {
 pub struct Membership {
     peers: Vec<Peer>,
     view: View,
-    change: Option<ViewChange>,
-    /// True if the arbiter was asked for the change: then either it succeeds or no change does.
-    is_asked: bool,
-    /// True if too few replicas are left: no change follows.
+    phase: ChangePhase,
+    /// True if too few replicas are left: no change follows. A grant that was asked for before still installs
+    /// its view, so this is no phase.
     is_frozen: bool,
     /// Replicas that have stored the view of the change.
     stored: PeerMask,
@@ -136,8 +173,7 @@ impl Membership {
                 .map(|config| Peer { config: *config, state: state(config), losses: 0 })
                 .collect(),
             view,
-            change: None,
-            is_asked: false,
+            phase: ChangePhase::Agreed,
             is_frozen: false,
             stored: PeerMask::NONE,
             next_number: view.id.number + 1,
@@ -159,7 +195,7 @@ impl Membership {
     /// Returns true if a change of the view is under way.
     #[must_use]
     pub fn is_changing(&self) -> bool {
-        self.change.is_some()
+        self.phase.change().is_some()
     }
 
     /// Returns true if too few replicas are left to change the view ever again.
@@ -210,7 +246,7 @@ impl Membership {
     /// Returns the rest of the view if only the members in `peers` stay. While the arbiter is asked for a
     /// view, a further loss is the end.
     pub(crate) fn quorum_of(&self, peers: PeerMask) -> Quorum {
-        if self.is_asked {
+        if self.phase.is_asked() {
             return Quorum::Less;
         }
         let stays = |id: ReplicaId| peers.iter().any(|peer| self.replica(peer) == Some(id));
@@ -219,7 +255,7 @@ impl Membership {
 
     /// Returns the members of the view that is being proposed.
     pub(crate) fn proposed_to(&self) -> PeerMask {
-        let Some(change) = &self.change else { return PeerMask::NONE };
+        let Some(change) = self.phase.change() else { return PeerMask::NONE };
         self.mask(|peer| change.target.members.contains(peer.config.replica)).and(self.connected())
     }
 
@@ -297,7 +333,7 @@ impl Membership {
             PeerState::Member => self.shrink(),
             PeerState::Rebuilding => {
                 let is_proposed =
-                    self.change.as_ref().is_some_and(|change| change.target.members.contains(replica));
+                    self.phase.change().is_some_and(|change| change.target.members.contains(replica));
                 if is_proposed { self.shrink() } else { MembershipStep::Wait }
             }
         }
@@ -309,10 +345,10 @@ impl Membership {
         let is_left = |id: ReplicaId| answering.iter().any(|left| self.replica(left) == Some(id));
         let members = self.view.members.filter(is_left);
         if members.is_empty() {
-            self.change = Some(ViewChange::new(self.honoured(), View { id: self.view.id, members }));
+            self.phase.replace(ViewChange::new(self.honoured(), View { id: self.view.id, members }));
             return self.freeze(format!("the last of its members {} is lost", self.view.members));
         }
-        if let Some(change) = self.change.as_ref().filter(|_| self.is_asked) {
+        if let ChangePhase::Asked(change) = &self.phase {
             let target = change.target;
             return self
                 .freeze(format!("a member of {target} is lost while the arbiter is asked for that view"));
@@ -320,7 +356,7 @@ impl Membership {
         if quorum(&self.view.members, &members) == Quorum::Less {
             // Such a change could never complete, and once stored it would only obstruct others.
             let old = self.view.members;
-            self.change = Some(ViewChange::new(self.honoured(), View { id: self.view.id, members }));
+            self.phase.replace(ViewChange::new(self.honoured(), View { id: self.view.id, members }));
             return self.freeze(format!("{members} is less than half of {old}: no quorum"));
         }
         self.propose(members)
@@ -336,7 +372,7 @@ impl Membership {
         self.next_number += 1;
         let target = View { id, members };
         let honoured = self.honoured();
-        self.change = Some(ViewChange::new(honoured.clone(), target));
+        self.phase.replace(ViewChange::new(honoured.clone(), target));
         self.stored = PeerMask::NONE;
         MembershipStep::Propose(target, honoured)
     }
@@ -348,9 +384,7 @@ impl Membership {
     /// Records that `peer` has stored the proposed view `id`.
     pub(crate) fn stored(&mut self, peer: PeerIndex, id: ViewId) -> MembershipStep {
         let Some(replica) = self.replica(peer) else { return MembershipStep::Wait };
-        let Some(change) = self.change.as_mut().filter(|change| change.target.id == id) else {
-            return MembershipStep::Wait;
-        };
+        let Some(change) = self.phase.change_to(id) else { return MembershipStep::Wait };
         change.stored(replica);
         self.stored = self.stored.with(PeerMask::one(peer));
         self.progress()
@@ -358,23 +392,23 @@ impl Membership {
 
     /// Handles the grant of the proposed view `id`.
     pub(crate) fn granted(&mut self, id: ViewId) -> MembershipStep {
-        let Some(change) = self.change.as_mut().filter(|change| change.target.id == id) else {
-            return MembershipStep::Wait;
-        };
+        let Some(change) = self.phase.change_to(id) else { return MembershipStep::Wait };
         change.granted();
         self.progress()
     }
 
     fn progress(&mut self) -> MembershipStep {
-        let Some(change) = &self.change else { return MembershipStep::Wait };
+        let Some(change) = self.phase.change() else { return MembershipStep::Wait };
         let (target, old) = (change.target, self.view.members);
         match change.progress() {
             ChangeProgress::Storing => MembershipStep::Wait,
             ChangeProgress::Through => self.install(target),
-            ChangeProgress::NeedsGrant if self.is_asked => MembershipStep::Wait,
+            ChangeProgress::NeedsGrant if self.phase.is_asked() => MembershipStep::Wait,
             ChangeProgress::NeedsGrant => {
-                self.is_asked = true;
-                MembershipStep::AskGrant(target, change.honoured.clone(), *change.stored_by())
+                let change = change.clone();
+                let step = MembershipStep::AskGrant(target, change.honoured.clone(), *change.stored_by());
+                self.phase = ChangePhase::Asked(change);
+                step
             }
             ChangeProgress::NoQuorum => {
                 self.freeze(format!("{} is less than half of {old}: no quorum", target.members))
@@ -383,7 +417,7 @@ impl Membership {
     }
 
     fn install(&mut self, view: View) -> MembershipStep {
-        (self.view, self.change, self.is_asked) = (view, None, false);
+        (self.view, self.phase) = (view, ChangePhase::Agreed);
         let rebuilt = self
             .mask(|peer| peer.state == PeerState::Rebuilding && view.members.contains(peer.config.replica));
         for peer in rebuilt.iter() {

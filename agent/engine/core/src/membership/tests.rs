@@ -70,6 +70,31 @@ fn a_loss_while_the_arbiter_is_asked_freezes_the_volume() {
 }
 
 #[test]
+fn a_grant_that_arrives_in_a_frozen_volume_installs_its_view_and_the_volume_stays_frozen() {
+    let mut membership = membership(4, 0);
+    membership.lose(0);
+    let (id, _) = proposed(membership.lose(1));
+    assert_eq!(membership.stored(2, id), MembershipStep::Wait);
+    assert!(matches!(membership.stored(3, id), MembershipStep::AskGrant(..)));
+    assert!(matches!(membership.lose(2), MembershipStep::Frozen(_)));
+    let MembershipStep::Installed(view, rebuilt) = membership.granted(id) else { panic!() };
+    assert_eq!((view.id, rebuilt, membership.in_view()), (id, PeerMask::NONE, peers(&[2, 3])));
+    assert_eq!((membership.is_changing(), membership.is_frozen()), (false, true));
+    assert_eq!(membership.granted(id), MembershipStep::Wait, "the change is complete");
+}
+
+#[test]
+fn a_grant_does_not_count_after_the_last_member_is_lost() {
+    let mut membership = membership(2, 0);
+    let (id, _) = proposed(membership.lose(0));
+    assert!(matches!(membership.stored(1, id), MembershipStep::AskGrant(..)));
+    assert!(matches!(membership.lose(1), MembershipStep::Frozen(_)));
+    assert_eq!(membership.granted(id), MembershipStep::Wait, "its change is replaced");
+    assert_eq!(membership.quorum_of(peers(&[0, 1])), Quorum::Less, "the arbiter is still asked");
+    assert!(membership.is_changing() && membership.is_frozen());
+}
+
+#[test]
 fn a_rebuilt_replica_becomes_a_member_with_its_view() {
     let mut membership = membership(2, 0);
     membership.start_rebuild(2);
