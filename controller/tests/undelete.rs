@@ -215,7 +215,7 @@ impl Store for Contended {
         let left = |left: u32| left.checked_sub(1);
         if is_volume && self.conflicts.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left).is_ok() {
             let (key, expected) = (object.key(), object.metadata().resource_version);
-            return Err(StoreError::Conflict { key, expected, found: expected + 1 });
+            return Err(StoreError::Conflict { key, expected, found: Some(expected + 1) });
         }
         self.store.put(object).await
     }

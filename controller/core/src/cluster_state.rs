@@ -66,13 +66,19 @@ impl ClusterState {
     /// Returns true if the store has an object of that key, which is not left out.
     #[must_use]
     pub fn has(&self, key: &Key) -> bool {
-        self.version(key) > 0
+        self.stored_version(key).is_some()
     }
 
     /// Returns the resource version that a write of that key expects: 0 creates the object.
     #[must_use]
     pub fn version(&self, key: &Key) -> u64 {
-        self.metadata(key).map_or(0, |metadata| metadata.resource_version)
+        self.stored_version(key).unwrap_or_default()
+    }
+
+    /// Returns the resource version of the stored object; none if no object is stored.
+    #[must_use]
+    pub fn stored_version(&self, key: &Key) -> Option<u64> {
+        self.metadata(key).map(|metadata| metadata.resource_version).filter(|version| *version > 0)
     }
 
     /// Returns the uid of the object; none if the store has no uids.

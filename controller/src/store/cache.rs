@@ -27,8 +27,8 @@ impl Cache {
     }
 
     pub(crate) fn check(&self, key: &Key, expected: u64) -> Result<(), StoreError> {
-        let found = self.state().version(key);
-        if found == expected {
+        let found = self.state().stored_version(key);
+        if found.unwrap_or_default() == expected {
             return Ok(());
         }
         Err(StoreError::Conflict { key: key.clone(), expected, found })

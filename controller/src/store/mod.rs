@@ -71,14 +71,14 @@ pub trait Store: Send + Sync + 'static {
 #[non_exhaustive]
 pub enum StoreError {
     /// Another write came first: the caller has to read again.
-    #[error("{key} was changed meanwhile (version {found}, not {expected})")]
+    #[error("{key} was changed meanwhile (version {}, not {expected})", .found.unwrap_or_default())]
     Conflict {
         /// The object to write.
         key: Key,
         /// The version that the write was made from.
         expected: u64,
-        /// The stored version; 0: none.
-        found: u64,
+        /// The stored version; none: no object is stored.
+        found: Option<u64>,
     },
     /// The store does not answer now. The write may have succeeded all the same. Try again.
     #[error("the store is unreachable: {message}")]

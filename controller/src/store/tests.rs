@@ -8,6 +8,14 @@ fn node(name: &str, version: u64) -> Object {
     Object::Node(Node { metadata, spec: Default::default(), status: Default::default() })
 }
 
+#[test]
+fn a_conflict_names_the_stored_version_and_zero_if_none_is_stored() {
+    let key = || Key::new(Kind::Node, "n");
+    let conflict = |found| StoreError::Conflict { key: key(), expected: 3, found }.to_string();
+    assert_eq!(conflict(Some(4)), "node n was changed meanwhile (version 4, not 3)");
+    assert_eq!(conflict(None), "node n was changed meanwhile (version 0, not 3)");
+}
+
 /// Checks the contract of every store.
 async fn keeps_the_contract(store: &dyn Store) {
     let key = Key::new(Kind::Node, "n");

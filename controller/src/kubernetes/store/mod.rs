@@ -403,7 +403,7 @@ impl Inner {
                 return StoreError::Conflict {
                     key: key.clone(),
                     expected,
-                    found: self.known.state().version(key),
+                    found: self.known.state().stored_version(key),
                 };
             }
             WriteError::Convert(error) => {
@@ -419,7 +419,7 @@ impl Inner {
         if is_code(error, 409) || is_code(error, 404) {
             self.refresh(key, expected).await;
         }
-        store_error(error, key, expected, self.known.state().version(key))
+        store_error(error, key, expected, self.known.state().stored_version(key))
     }
 
     async fn refresh(&self, key: &Key, expected: u64) {
@@ -466,7 +466,7 @@ fn check_encryption_kept(sent: &DynamicObject, answer: &DynamicObject) -> Result
 }
 
 /// Returns the error of a write of `key`, of which the cache knows version `found`.
-fn store_error(error: &CallError, key: &Key, expected: u64, found: u64) -> StoreError {
+fn store_error(error: &CallError, key: &Key, expected: u64, found: Option<u64>) -> StoreError {
     let is = |code| is_code(error, code);
     if is(409) || is(404) {
         return StoreError::Conflict { key: key.clone(), expected, found };

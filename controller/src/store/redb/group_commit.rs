@@ -200,7 +200,7 @@ mod tests {
     #[test]
     fn each_caller_gets_its_own_answer() {
         let refuse = |write: Write| match write.key() {
-            key if key.name == "a" => Err(StoreError::Conflict { key, expected: 1, found: 2 }),
+            key if key.name == "a" => Err(StoreError::Conflict { key, expected: 1, found: Some(2) }),
             _ => Ok(None),
         };
         let writes = ["a", "b", "c"].map(remove).into();

@@ -71,7 +71,7 @@ fn of_two_writes_from_one_version_the_first_counts() {
     let mut answers = at_once(&store, writes).into_iter();
     let mut is_stored = || answers.next().unwrap().map(|_| ());
     assert!(is_stored().is_ok() && is_stored().is_ok());
-    assert!(matches!(is_stored(), Err(StoreError::Conflict { expected: 0, found: 1, .. })));
+    assert!(matches!(is_stored(), Err(StoreError::Conflict { expected: 0, found: Some(1), .. })));
     assert!(is_stored().is_ok());
     // A name that is free again by the time of its commit.
     let answers = at_once(&store, vec![Write::Remove(key.clone(), 1), Write::Put(node("a"))]);

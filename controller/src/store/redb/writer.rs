@@ -177,7 +177,7 @@ mod tests {
         let answers = writer.commit(&cache, batch);
         let versions = answers.iter().flatten().flatten().map(|object| object.metadata().resource_version);
         assert_eq!(versions.collect::<Vec<_>>(), [2, 3]);
-        assert!(matches!(answers[1], Err(StoreError::Conflict { expected: 1, found: 0, .. })));
+        assert!(matches!(answers[1], Err(StoreError::Conflict { expected: 1, found: None, .. })));
         assert!(matches!(answers[2], Err(StoreError::Refused { .. })));
         assert_eq!(writer.counted(), (3, 1));
         assert_eq!(cache.state().nodes.keys().collect::<Vec<_>>(), ["a", "b"]);
