@@ -126,7 +126,7 @@ fn object(kind: Kind, known: &Metadata, spec: &impl Serialize, status: &impl Ser
         "namespace": NAMESPACE,
         "uid": known.uid,
         "resourceVersion": known.resource_version.to_string(),
-        "generation": known.generation,
+        "generation": known.generation.unwrap_or_default(),
         "creationTimestamp": known.creation_timestamp,
         "finalizers": ["shorthorn.io/data"],
         // An API server adds as much at least.

@@ -97,7 +97,7 @@ fn conditions(conditions: &Conditions) -> Vec<v1::Condition> {
         reason: condition.reason.clone(),
         message: condition.message.clone(),
         last_transition: condition.last_transition_time.to_string(),
-        observed_generation: condition.observed_generation,
+        observed_generation: condition.observed_generation.unwrap_or_default(),
     };
     conditions.iter().map(one).collect()
 }

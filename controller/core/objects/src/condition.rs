@@ -78,8 +78,9 @@ pub struct Condition {
     #[schemars(with = "schema::Truth")]
     pub status: bool,
     /// The generation of the object that this was found out about; absent: the store counts none.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub observed_generation: u64,
+    #[serde(default, with = "shorthorn_types::optional::number", skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "u64")]
+    pub observed_generation: Option<u64>,
     /// The reason: a word for programs, like `ReplicaFailed`.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
@@ -95,12 +96,14 @@ pub struct Condition {
     later: Map<String, Value>,
 }
 
+impl Condition {
+    fn observe(&mut self, generation: Option<u64>) {
+        self.observed_generation = generation.or(self.observed_generation);
+    }
+}
+
 /// The fields of a condition that this version knows.
 const FIELDS: [&str; 6] = ["type", "status", "observedGeneration", "reason", "message", "lastTransitionTime"];
-
-fn is_zero(number: &u64) -> bool {
-    *number == 0
-}
 
 /// The finding of a reconciler for a condition: no problem, or the reason and the sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -197,7 +200,7 @@ impl Conditions {
             None => self.known.push(Condition {
                 kind,
                 status,
-                observed_generation: 0,
+                observed_generation: None,
                 reason,
                 message,
                 last_transition_time: now,
@@ -206,18 +209,16 @@ impl Conditions {
         }
     }
 
-    /// Records that all of them are about the object as its owner wants it in that generation; 0: the store
-    /// counts none.
-    pub fn observe(&mut self, generation: u64) {
-        if generation > 0 {
-            self.known.iter_mut().for_each(|condition| condition.observed_generation = generation);
-        }
+    /// Records that all of them are about the object as its owner wants it in that generation; none: the
+    /// store counts none, and nothing changes.
+    pub fn observe(&mut self, generation: Option<u64>) {
+        self.known.iter_mut().for_each(|condition| condition.observe(generation));
     }
 
     /// Does the same for one of them.
-    pub fn observe_one(&mut self, kind: ConditionType, generation: u64) {
-        let condition = self.known.iter_mut().find(|condition| condition.kind == kind && generation > 0);
-        condition.into_iter().for_each(|condition| condition.observed_generation = generation);
+    pub fn observe_one(&mut self, kind: ConditionType, generation: Option<u64>) {
+        let condition = self.known.iter_mut().find(|condition| condition.kind == kind);
+        condition.into_iter().for_each(|condition| condition.observe(generation));
     }
 
     /// Returns the condition of that type, if it was ever set.
@@ -246,12 +247,17 @@ mod tests {
     fn conditions_have_a_reason_and_an_observed_generation() {
         let mut conditions = Conditions::default();
         conditions.set(ConditionType::Healthy, Finding::Well, Timestamp::UNIX_EPOCH);
-        conditions.observe(0);
+        conditions.observe(None);
         let written = serde_json::to_value(&conditions).unwrap();
         assert_eq!(written[0]["reason"], "ReplicasComplete");
         assert!(written[0].get("observedGeneration").is_none(), "this store counts none: {written}");
-        conditions.observe(7);
-        assert_eq!(serde_json::to_value(&conditions).unwrap()[0]["observedGeneration"], 7);
+        conditions.observe(Some(7));
+        conditions.observe(None);
+        let mut written = serde_json::to_value(&conditions).unwrap();
+        assert_eq!(written[0]["observedGeneration"], 7);
+        written[0]["observedGeneration"] = 0.into();
+        let read: Conditions = serde_json::from_value(written).unwrap();
+        assert_eq!(read.get(ConditionType::Healthy).unwrap().observed_generation, None);
     }
 
     #[test]

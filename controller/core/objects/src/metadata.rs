@@ -65,18 +65,14 @@ pub struct Metadata {
     /// The version that the store raises at every write and compares with the stored one; 0 if not stored
     /// yet.
     pub resource_version: u64,
-    /// The number that the store raises with every change of the spec, if it counts these; else 0.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub generation: u64,
+    /// The number that the store raises with every change of the spec, if it counts these.
+    #[serde(default, with = "shorthorn_types::optional::number", skip_serializing_if = "Option::is_none")]
+    pub generation: Option<u64>,
     /// The time of creation.
     pub creation_timestamp: Timestamp,
     /// The time of the request to delete it, which the reconcilers carry out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deletion_timestamp: Option<Timestamp>,
-}
-
-fn is_zero(number: &u64) -> bool {
-    *number == 0
 }
 
 impl Metadata {
@@ -87,7 +83,7 @@ impl Metadata {
             name: name.into(),
             uid: String::new(),
             resource_version: 0,
-            generation: 0,
+            generation: None,
             creation_timestamp: now,
             deletion_timestamp: None,
         }
@@ -97,5 +93,23 @@ impl Metadata {
     #[must_use]
     pub const fn is_deleting(&self) -> bool {
         self.deletion_timestamp.is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_generation_that_the_store_does_not_count_is_not_written_and_zero_is_none() {
+        let new = Metadata::new("v", Timestamp::UNIX_EPOCH);
+        let mut written = serde_json::to_value(&new).unwrap();
+        assert!(written.get("generation").is_none(), "{written}");
+        written["generation"] = 0.into();
+        assert_eq!(serde_json::from_value::<Metadata>(written).unwrap(), new);
+        let counted = Metadata { generation: Some(4), ..new };
+        let written = serde_json::to_value(&counted).unwrap();
+        assert_eq!(written["generation"], 4);
+        assert_eq!(serde_json::from_value::<Metadata>(written).unwrap(), counted);
     }
 }

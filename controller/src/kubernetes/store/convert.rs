@@ -82,7 +82,7 @@ fn metadata(stored: &ObjectMeta) -> Result<Metadata, ConvertError> {
         name: stored.name.clone().ok_or(ConvertError::Lacks("name"))?,
         uid: stored.uid.clone().unwrap_or_default(),
         resource_version: version(stored.resource_version.as_deref())?,
-        generation: stored.generation.and_then(|number| u64::try_from(number).ok()).unwrap_or_default(),
+        generation: generation(stored),
         creation_timestamp: stored
             .creation_timestamp
             .as_ref()
@@ -90,6 +90,10 @@ fn metadata(stored: &ObjectMeta) -> Result<Metadata, ConvertError> {
             .ok_or(ConvertError::Lacks("creationTimestamp"))?,
         deletion_timestamp: stored.deletion_timestamp.as_ref().map(time),
     })
+}
+
+fn generation(stored: &ObjectMeta) -> Option<u64> {
+    stored.generation.and_then(|number| u64::try_from(number).ok()).filter(|number| *number > 0)
 }
 
 /// Adds the fields of a volume that no client writes: its name, which the metadata has anyway, and its
@@ -158,14 +162,13 @@ fn leave_out_empty(status: &mut Value) {
 /// Returns the change of the status of an invalid volume; none if it is stored already.
 pub fn refused_status(stored: &DynamicObject, why: &str, now: Timestamp) -> Option<Value> {
     let status = stored.data.get("status");
-    let generation = stored.metadata.generation.and_then(|number| u64::try_from(number).ok());
     let known = status.and_then(|status| status.get("conditions")).cloned();
     let known = known.and_then(|conditions| serde_json::from_value::<Conditions>(conditions).ok());
     let known = known.unwrap_or_default();
     let mut conditions = known.clone();
     let message = format!("the controller does not reconcile this volume until its spec is valid: {why}");
     conditions.set(ConditionType::Accepted, Finding::wrong(INVALID_SPEC, message), now);
-    conditions.observe_one(ConditionType::Accepted, generation.unwrap_or_default());
+    conditions.observe_one(ConditionType::Accepted, generation(&stored.metadata));
     if conditions == known {
         return None;
     }

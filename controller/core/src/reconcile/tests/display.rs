@@ -19,7 +19,7 @@ fn shown(cluster: &ClusterState, agents: &Agents) -> Volume {
 fn a_volume_shows_its_members_its_sizes_and_its_problem() {
     let (mut cluster, mut agents) = (degraded_cluster(), agents(None));
     let mut volume = cluster.volumes["v"].clone();
-    volume.metadata.generation = 4;
+    volume.metadata.generation = Some(4);
     cluster.insert(volume.into());
     let name = VolumeName::new("v").unwrap();
     for (node, id, allocated_bytes) in [("a", 1, 3 << 29), ("b", 2, 1 << 30)] {
@@ -33,7 +33,7 @@ fn a_volume_shows_its_members_its_sizes_and_its_problem() {
     let texts = [&display.size, &display.actual_size, &display.replicas, &display.reason];
     assert_eq!(texts, ["0.01Gi", "1.50Gi", "1/2", "ReplicaFailed"]);
     assert_eq!(volume.status.actual_size, Some(3 << 29), "of the largest replica");
-    assert!(volume.status.conditions.iter().all(|condition| condition.observed_generation == 4));
+    assert!(volume.status.conditions.iter().all(|condition| condition.observed_generation == Some(4)));
     cluster.insert(volume.clone().into());
     assert_eq!(shown(&cluster, &agents).status.display, volume.status.display);
 }

@@ -297,7 +297,7 @@ fn the_refusal_of_a_volume_is_recorded_once() {
         !recorded.status && recorded.reason == INVALID_SPEC && recorded.message.contains("the size"),
         "{recorded:?}"
     );
-    assert_eq!(recorded.observed_generation, 3);
+    assert_eq!(recorded.observed_generation, Some(3));
     assert_eq!(refused_status(&of(status), "the size", later), None);
     // Everything else stays.
     let whole = full().remove(0);
