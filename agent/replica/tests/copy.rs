@@ -94,7 +94,7 @@ fn copy(source: &mut Client, target: &mut Client) {
     for (layer, _) in (0u32..).zip(&done[..done.len() - 1]).filter(|(_, done)| !**done) {
         copy_layer(source, target, layer);
     }
-    let query = RegionsQuery { of: RegionsOf::Allocated, from: 0, size_bytes: 0 };
+    let query = RegionsQuery { of: RegionsOf::Allocated, from: 0, size_bytes: None };
     let allocated: RegionsPage = source.ask(Opcode::Regions, &query).unwrap();
     for region in allocated.runs.iter().flat_map(|(first, count)| *first..first + count) {
         let offset = u64::from(region) << 16;

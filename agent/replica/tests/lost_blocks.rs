@@ -86,7 +86,9 @@ fn is_clean(client: &mut Client, size_bytes: u64) {
     client.flush().unwrap();
     let runs = vec![(0, Regions::of(size_bytes).count())];
     let (of, action) = (RegionsOf::Intent, MarkAction::Clear);
-    client.send_text(Opcode::Mark, &MarkRegions { of, action, runs, stamp: 0, size_bytes }).unwrap();
+    client
+        .send_text(Opcode::Mark, &MarkRegions { of, action, runs, stamp: 0, size_bytes: Some(size_bytes) })
+        .unwrap();
 }
 
 #[test]

@@ -24,7 +24,7 @@ fn regions(client: &mut Client, of: RegionsOf) -> Option<BTreeSet<u32>> {
     let (mut from, mut found) = (0, BTreeSet::new());
     loop {
         let page: RegionsPage =
-            client.ask(Opcode::Regions, &RegionsQuery { of, from, size_bytes: 0 }).unwrap();
+            client.ask(Opcode::Regions, &RegionsQuery { of, from, size_bytes: None }).unwrap();
         if !page.kept {
             return None;
         }
@@ -42,7 +42,7 @@ fn intent(client: &mut Client) -> BTreeSet<u32> {
 
 fn mark(client: &mut Client, of: RegionsOf, action: MarkAction, runs: &[(u32, u32)]) {
     client
-        .send_text(Opcode::Mark, &MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: 0 })
+        .send_text(Opcode::Mark, &MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: None })
         .unwrap();
 }
 
@@ -175,7 +175,7 @@ fn a_stamp_is_durable_when_it_is_answered() {
         let (mut client, welcome) = replica.try_open(generation(attach), 0).unwrap();
         assert_eq!(welcome.stamp, Some([0, 3, 4, 4, 9][usize::try_from(attach).unwrap() - 1]));
         let (of, action) = (RegionsOf::Intent, MarkAction::Stamp);
-        let stamp = MarkRegions { of, action, runs: vec![], stamp: newest, size_bytes: 0 };
+        let stamp = MarkRegions { of, action, runs: vec![], stamp: newest, size_bytes: None };
         client.send_text(Opcode::Mark, &stamp).unwrap();
         replica.kill();
     }
@@ -195,7 +195,7 @@ fn sets_begin_and_end_by_marks() {
         action: MarkAction::Add,
         runs: vec![],
         stamp: 0,
-        size_bytes: 0,
+        size_bytes: None,
     };
     let (errno, refusal) = client.send_text(Opcode::Mark, &one_more).unwrap_err();
     assert!(errno == libc::ENOSPC && refusal.message.contains("do not come back"), "{refusal:?}");
@@ -204,7 +204,7 @@ fn sets_begin_and_end_by_marks() {
         action: MarkAction::Add,
         runs: vec![(1023, 2)],
         stamp: 0,
-        size_bytes: 0,
+        size_bytes: None,
     };
     assert_eq!(client.send_text(Opcode::Mark, &outside).unwrap_err().0, libc::EINVAL);
     mark(&mut client, RegionsOf::OutOfSync(id(20)), MarkAction::Add, &[(1023, 1), (5, 2)]);

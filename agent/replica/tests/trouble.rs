@@ -171,7 +171,7 @@ fn a_full_disk_loses_no_marks(directory: &Path) {
         action: MarkAction::Clear,
         runs: vec![(0, 4096)],
         stamp: 0,
-        size_bytes: 0,
+        size_bytes: None,
     };
     client.send_text(Opcode::Mark, &clear).unwrap();
     let members = Members::new([spec.replica]).unwrap();
@@ -185,7 +185,7 @@ fn a_full_disk_loses_no_marks(directory: &Path) {
     let mut client = replica.open(generation(2));
     for of in [RegionsOf::Intent, RegionsOf::OutOfSync(ReplicaId::from_random(8))] {
         let page: RegionsPage =
-            client.ask(Opcode::Regions, &RegionsQuery { of, from: 0, size_bytes: 0 }).unwrap();
+            client.ask(Opcode::Regions, &RegionsQuery { of, from: 0, size_bytes: None }).unwrap();
         for n in [0, written / 2, written - 1] {
             let recorded = page
                 .runs
@@ -209,7 +209,7 @@ fn marks_on_a_full_tmpfs() {
 /// Returns a mark of the regions that another replica misses.
 fn out_of_sync(action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
     let of = RegionsOf::OutOfSync(ReplicaId::from_random(8));
-    MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: 0 }
+    MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: None }
 }
 
 /// Breaks the disk of a replica that holds some data, and lets `meets_it` be the first to notice.

@@ -143,7 +143,7 @@ impl RegionsPage {
     /// # Errors
     /// [`BadPage`].
     pub fn check(&self, query: &RegionsQuery) -> Result<(), BadPage> {
-        let count = Regions::of(query.size_bytes).count();
+        let count = query.size_bytes.map_or(0, |size_bytes| Regions::of(size_bytes).count());
         if self.runs.len() > RUNS_PER_MARK_MAX {
             return Err(BadPage(format!(
                 "{} runs in one page, more than {RUNS_PER_MARK_MAX}",
@@ -346,7 +346,7 @@ mod tests {
 
     fn runs(of: RegionsOf, runs: &[(u32, u32)], next: Option<u32>) -> Result<(), BadPage> {
         let page = RegionsPage { kept: true, runs: runs.to_vec(), next, stamp: 0 };
-        page.check(&RegionsQuery { of, from: 10, size_bytes: 1 << 30 })
+        page.check(&RegionsQuery { of, from: 10, size_bytes: Some(1 << 30) })
     }
 
     #[test]

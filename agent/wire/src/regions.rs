@@ -14,9 +14,9 @@ pub struct RegionsQuery {
     /// The first region of interest.
     pub from: u32,
     /// The size of the volume in whose regions is asked and answered, as in
-    /// [`MarkRegions`](shorthorn_types::MarkRegions). 0: the replica's own.
-    #[serde(default)]
-    pub size_bytes: u64,
+    /// [`MarkRegions`](shorthorn_types::MarkRegions). None, which is 0 in the message: the replica's own.
+    #[serde(default, with = "shorthorn_types::optional::number")]
+    pub size_bytes: Option<u64>,
 }
 
 /// Orders a replica to grow with the volume: it enlarges itself durably before it answers. It never shrinks.
@@ -46,4 +46,19 @@ pub struct RegionsPage {
 impl RegionsPage {
     /// The answer for a set that is not kept.
     pub const NONE: RegionsPage = RegionsPage { kept: false, runs: Vec::new(), next: None, stamp: 0 };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_question_without_a_size_is_sent_with_zero() {
+        let query = |size_bytes| RegionsQuery { of: RegionsOf::Intent, from: 4, size_bytes };
+        for (size_bytes, sent) in [(None, 0), (Some(4096), 4096)] {
+            let text = serde_json::to_value(query(size_bytes)).unwrap();
+            assert_eq!((&text["from"], &text["size_bytes"]), (&4.into(), &sent.into()));
+            assert_eq!(serde_json::from_value::<RegionsQuery>(text).unwrap(), query(size_bytes));
+        }
+    }
 }

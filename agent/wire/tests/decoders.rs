@@ -177,9 +177,9 @@ fn texts() -> Vec<Vec<u8>> {
         json(&welcome),
         json(&Refusal { message: "fenced".into(), holder: Some(session.prove_holder(claim().generation)) }),
         json(&ViewMessage { view: view(3), basis: report() }),
-        json(&RegionsQuery { of, from: 4, size_bytes: 1 << 30 }),
+        json(&RegionsQuery { of, from: 4, size_bytes: Some(1 << 30) }),
         json(&RegionsPage { kept: true, runs: runs.clone(), next: Some(10), stamp: 3 }),
-        json(&MarkRegions { of, action: MarkAction::Clear, runs, stamp: 1, size_bytes: 1 << 30 }),
+        json(&MarkRegions { of, action: MarkAction::Clear, runs, stamp: 1, size_bytes: Some(1 << 30) }),
         json(&LayerList { layers: vec![layer.clone(), layer] }),
         json(&CopyState { done: vec![true, false] }),
         json(&ExtentsQuery { layer: 1, from_bytes: 4096 }),
@@ -418,7 +418,7 @@ proptest! {
     /// Passes decoded pages to their check.
     #[test]
     fn no_page_makes_its_check_panic(edits in edits(), from in any::<u32>(), size_mib in 1u64..1 << 24) {
-        let query = RegionsQuery { of: RegionsOf::Intent, from, size_bytes: size_mib << 20 };
+        let query = RegionsQuery { of: RegionsOf::Intent, from, size_bytes: Some(size_mib << 20) };
         let from_bytes = u64::from(from) << 12;
         for kind in [7, 12] {
             let mut text = texts()[kind].clone();

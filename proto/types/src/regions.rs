@@ -59,9 +59,10 @@ pub struct MarkRegions {
     #[serde(default)]
     pub stamp: u32,
     /// The size of the volume to which the numbers of the regions refer. While a volume is being expanded the
-    /// replica may be ahead of the engine. 0: its own; engines that do not say it expand nothing.
-    #[serde(default)]
-    pub size_bytes: u64,
+    /// replica may be ahead of the engine. None, which is 0 in the message: its own; engines that do not say
+    /// it expand nothing.
+    #[serde(default, with = "crate::optional::number")]
+    pub size_bytes: Option<u64>,
 }
 
 impl MarkRegions {
@@ -69,14 +70,14 @@ impl MarkRegions {
     #[must_use]
     pub const fn stamp(stamp: u32) -> MarkRegions {
         let (of, action) = (RegionsOf::Intent, MarkAction::Stamp);
-        MarkRegions { of, action, runs: Vec::new(), stamp, size_bytes: 0 }
+        MarkRegions { of, action, runs: Vec::new(), stamp, size_bytes: None }
     }
 
     /// Returns the mark that has a replica delete its out-of-sync set of `replica`.
     #[must_use]
     pub const fn forget(replica: ReplicaId) -> MarkRegions {
         let (of, action) = (RegionsOf::OutOfSync(replica), MarkAction::Forget);
-        MarkRegions { of, action, runs: Vec::new(), stamp: 0, size_bytes: 0 }
+        MarkRegions { of, action, runs: Vec::new(), stamp: 0, size_bytes: None }
     }
 }
 
@@ -363,6 +364,20 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn a_mark_without_a_size_is_sent_with_zero() {
+        let mark = MarkRegions::stamp(3);
+        let text = serde_json::to_string(&mark).unwrap();
+        assert!(text.ends_with(r#""stamp":3,"size_bytes":0}"#), "{text}");
+        assert_eq!(serde_json::from_str::<MarkRegions>(&text).unwrap(), mark);
+        let absent = text.replace(r#","size_bytes":0"#, "");
+        assert_eq!(serde_json::from_str::<MarkRegions>(&absent).unwrap(), mark);
+        let sized = MarkRegions { size_bytes: Some(4096), ..mark };
+        let text = serde_json::to_string(&sized).unwrap();
+        assert!(text.ends_with(r#""size_bytes":4096}"#), "{text}");
+        assert_eq!(serde_json::from_str::<MarkRegions>(&text).unwrap(), sized);
+    }
 
     #[test]
     fn regions_grow_with_the_volume() {

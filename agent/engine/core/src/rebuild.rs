@@ -136,7 +136,7 @@ fn next_set(
         action: MarkAction::Add,
         runs,
         stamp,
-        size_bytes,
+        size_bytes: Some(size_bytes),
     };
     for peer in others.iter() {
         let (Some(replica), Some(out_of_sync)) = (membership.replica(peer), absent.out_of_sync(peer)) else {
@@ -197,7 +197,7 @@ mod tests {
         let of = RegionsOf::OutOfSync(ReplicaId::from_random(replica));
         let stamp = u32::try_from(replica * 10).unwrap();
         let (action, runs) = (MarkAction::Add, runs.to_vec());
-        FinalStep::Send(1, MarkRegions { of, action, runs, stamp, size_bytes: SIZE_BYTES })
+        FinalStep::Send(1, MarkRegions { of, action, runs, stamp, size_bytes: Some(SIZE_BYTES) })
     }
 
     #[test]

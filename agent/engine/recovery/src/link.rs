@@ -83,7 +83,7 @@ pub(crate) async fn regions_unless<L: ReplicaLink>(
     regions: Regions,
     has_to_end: &impl Fn() -> bool,
 ) -> Result<Option<Option<(RegionSet, u32)>>, L::Error> {
-    let (mut set, size_bytes) = (RegionSet::empty(regions.count()), regions.size_bytes());
+    let (mut set, size_bytes) = (RegionSet::empty(regions.count()), Some(regions.size_bytes()));
     let mut stamp = 0;
     let mut from = Some(0);
     while let Some(next) = from {

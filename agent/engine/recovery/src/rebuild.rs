@@ -527,7 +527,7 @@ impl<C: ReplicaRebuild> RebuildAttempt<'_, C> {
         let stamp = found.map_or(Ok(None), |(at, _)| self.read_core(|core| core.stamp_of(at)))?.unwrap_or(0);
         for tracker in trackers {
             for runs in pages(out_of_sync) {
-                let (of, size_bytes) = (RegionsOf::OutOfSync(replica), regions.size_bytes());
+                let (of, size_bytes) = (RegionsOf::OutOfSync(replica), Some(regions.size_bytes()));
                 let change = MarkRegions { of, action: MarkAction::Add, runs, stamp, size_bytes };
                 let marked = self.engine.control(*tracker).mark(&change).await;
                 marked.map_err(RebuildError::while_doing("starting an out-of-sync set on a replica"))?;

@@ -178,7 +178,7 @@ fn pages_that_cannot_be_are_refused() {
     let error = answer_with(&check).check_layer(&piece).unwrap_err();
     assert!(matches!(error, ConnectError::Page(_)), "{error}");
 
-    let query = RegionsQuery { of: RegionsOf::Intent, from: 0, size_bytes: 1 << 30 };
+    let query = RegionsQuery { of: RegionsOf::Intent, from: 0, size_bytes: Some(1 << 30) };
     let endless = RegionsPage { kept: true, runs: vec![], next: Some(1), stamp: 0 };
     let error = finish(answer_with(&endless).regions_page(query)).unwrap_err();
     assert!(matches!(error, ConnectError::Page(_)), "{error}");
@@ -186,7 +186,7 @@ fn pages_that_cannot_be_are_refused() {
 
 #[test]
 fn all_pages_of_a_set_have_one_deadline() {
-    let query = |from| RegionsQuery { of: RegionsOf::Intent, from, size_bytes: 1 << 30 };
+    let query = |from| RegionsQuery { of: RegionsOf::Intent, from, size_bytes: Some(1 << 30) };
     let page = RegionsPage { kept: true, runs: vec![], next: None, stamp: 0 };
     let mut late = answer_with(&page);
     late.pages_deadline = Some(Instant::now());

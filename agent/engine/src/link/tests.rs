@@ -365,7 +365,7 @@ fn a_mark_is_reported_by_its_number() {
         action: MarkAction::Clear,
         runs: vec![(3, 2), (9, 1)],
         stamp: 0,
-        size_bytes: 0,
+        size_bytes: None,
     };
     bench.link.mark(70_000, &change, &mut bench.events);
     let request = bench.request();

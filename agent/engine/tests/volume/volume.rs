@@ -368,7 +368,7 @@ impl Volume {
         for gone in 0..count {
             let replica = ReplicaId::from_random(1000 + gone);
             let (of, runs) = (RegionsOf::OutOfSync(replica), Vec::new());
-            let mark = MarkRegions { of, action: MarkAction::Add, runs, stamp: 0, size_bytes: 0 };
+            let mark = MarkRegions { of, action: MarkAction::Add, runs, stamp: 0, size_bytes: None };
             let Marked::Begin(new) = intent_log.mark(&mark).unwrap() else { panic!("it begins") };
             store.region_files().make(SetKey::OutOfSync(replica), &new.file()).unwrap();
         }

@@ -231,7 +231,7 @@ mod tests {
     fn out_of_sync(replica: u64, epoch: u64) -> Vec<u8> {
         let mut intent_log = WriteIntentLog::new(regions(), epoch, &RegionSet::empty(regions().count()));
         let (of, action) = (RegionsOf::OutOfSync(id(replica)), MarkAction::Add);
-        let mark = MarkRegions { of, action, runs: vec![(1, 2)], stamp: 0, size_bytes: 0 };
+        let mark = MarkRegions { of, action, runs: vec![(1, 2)], stamp: 0, size_bytes: None };
         let Ok(Marked::Begin(set)) = intent_log.mark(&mark) else { panic!("it begins") };
         set.file()
     }

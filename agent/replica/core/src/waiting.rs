@@ -155,7 +155,7 @@ mod tests {
         let mut waiting = WaitingRequests::default();
         assert_eq!(waiting.admit(&mut state, range(), 'm'), None);
         let (of, action) = (RegionsOf::Intent, MarkAction::Add);
-        let mark = MarkRegions { of, action, runs: vec![(3, 1)], stamp: 0, size_bytes: 0 };
+        let mark = MarkRegions { of, action, runs: vec![(3, 1)], stamp: 0, size_bytes: None };
         let ticket = state.mark(&mut disk, &mark).unwrap().unwrap();
         waiting.add_mark('t', ticket);
         let slot = waiting.next_write(&mut state, false).unwrap().slot;

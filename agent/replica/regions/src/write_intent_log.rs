@@ -377,7 +377,7 @@ impl WriteIntentLog {
     /// [`IntentLogError`]; nothing has changed then.
     pub fn mark(&mut self, mark: &MarkRegions) -> Result<Marked, IntentLogError> {
         let MarkRegions { of, action, runs, stamp, size_bytes } = mark;
-        let theirs = if *size_bytes == 0 { self.regions } else { Regions::of(*size_bytes) };
+        let theirs = size_bytes.map_or(self.regions, Regions::of);
         check_runs(runs, theirs.count())?;
         let (ours, is_add) = (self.regions, *action == MarkAction::Add);
         // With another size of the volume, at least the given regions are added, and at most the given ones

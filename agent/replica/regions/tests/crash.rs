@@ -207,7 +207,7 @@ impl Simulation {
             action: MarkAction::Clear,
             runs: vec![(first, count)],
             stamp: 0,
-            size_bytes: SIZE_BYTES,
+            size_bytes: Some(SIZE_BYTES),
         };
         self.intent_log.mark(&clear).unwrap();
         if let Some(must) = self.must.get_mut(&key) {
@@ -221,7 +221,7 @@ impl Simulation {
             action: MarkAction::Forget,
             runs: vec![],
             stamp: 0,
-            size_bytes: SIZE_BYTES,
+            size_bytes: Some(SIZE_BYTES),
         };
         if let Ok(Marked::Remove(replica)) = self.intent_log.mark(&forget) {
             self.disk.remove(&SetKey::OutOfSync(replica));
@@ -271,7 +271,7 @@ impl Simulation {
             action: MarkAction::Add,
             runs: vec![(FIRST, 2)],
             stamp: 0,
-            size_bytes: SIZE_BYTES,
+            size_bytes: Some(SIZE_BYTES),
         };
         let key = SetKey::OutOfSync(out_of_sync());
         if let Marked::Begin(new) = self.intent_log.mark(&add).unwrap() {

@@ -387,7 +387,7 @@ mod tests {
                 intent_log.end_sums(true);
                 intent_log.mark_dirty_for_repair(region);
                 let (of, action) = (RegionsOf::Intent, MarkAction::Clear);
-                let clear = MarkRegions { of, action, runs: vec![(0, 1)], stamp: 0, size_bytes: 0 };
+                let clear = MarkRegions { of, action, runs: vec![(0, 1)], stamp: 0, size_bytes: None };
                 intent_log.mark(&clear).unwrap();
             }
             assert!(intent_log.begin_sums(0..1));

@@ -46,8 +46,8 @@ impl Server {
     /// Changes a set of regions.
     pub(super) fn take_mark(&mut self, index: u16, slot: u16, header: &Header) {
         let Some(mark) = self.text::<MarkRegions>(index, slot, header) else { return };
-        if mark.size_bytes > MAX_VOLUME_BYTES {
-            return self.refuse_text(slot, header, &ReplicaError::TooLarge(mark.size_bytes));
+        if let Some(size_bytes) = mark.size_bytes.filter(|size_bytes| *size_bytes > MAX_VOLUME_BYTES) {
+            return self.refuse_text(slot, header, &ReplicaError::TooLarge(size_bytes));
         }
         match self.executor.mark(slot, &mark) {
             Ok(true) => self.respond(slot, Ok(())),
@@ -60,12 +60,12 @@ impl Server {
     pub(super) fn take_regions(&mut self, index: u16, slot: u16, header: &Header) {
         let Some(query) = self.text::<RegionsQuery>(index, slot, header) else { return };
         let regions = match query.size_bytes {
-            0 => self.executor.state().intent_log().regions(),
+            None => self.executor.state().intent_log().regions(),
             // Places in the regions of a much larger volume would overflow.
-            size_bytes if size_bytes > MAX_VOLUME_BYTES => {
+            Some(size_bytes) if size_bytes > MAX_VOLUME_BYTES => {
                 return self.refuse_text(slot, header, &ReplicaError::TooLarge(size_bytes));
             }
-            size_bytes => Regions::of(size_bytes),
+            Some(size_bytes) => Regions::of(size_bytes),
         };
         let kept = |key| {
             let page = self.executor.state().intent_log().page_for(key, query.from, regions);

@@ -58,7 +58,9 @@ fn is_clean(client: &mut Client, size_bytes: u64) {
     client.flush().unwrap();
     let runs = vec![(0, Regions::of(size_bytes).count())];
     let (of, action) = (RegionsOf::Intent, MarkAction::Clear);
-    client.send_text(Opcode::Mark, &MarkRegions { of, action, runs, stamp: 0, size_bytes }).unwrap();
+    client
+        .send_text(Opcode::Mark, &MarkRegions { of, action, runs, stamp: 0, size_bytes: Some(size_bytes) })
+        .unwrap();
 }
 
 /// Returns true if the sums of a region count, also after the process has died.
@@ -307,7 +309,7 @@ fn a_region_that_has_vanished_counts_as_one_with_data() {
     fallocate(head(&spec).as_fd(), punch, 2 * 65536, 65536).unwrap();
     let replica = Replica::start(&spec);
     let mut client = replica.open(generation(2));
-    let query = RegionsQuery { of: RegionsOf::Allocated, from: 0, size_bytes: SIZE };
+    let query = RegionsQuery { of: RegionsOf::Allocated, from: 0, size_bytes: Some(SIZE) };
     let page: RegionsPage = client.ask(Opcode::Regions, &query).unwrap();
     assert_eq!(page.runs, [(0, 1), (2, 1)]);
     assert_eq!(read_checked(&mut client, 2 * REGION, REGION), Err(ROTTEN));
@@ -327,7 +329,7 @@ fn a_region_that_has_vanished_counts_without_its_sums_too() {
     let mut client = replica.open(generation(2));
     assert_eq!(read_checked(&mut client, 2 * REGION, REGION), Err(ROTTEN));
     client.call(Opcode::WriteZeroes, Flags::NONE, 2 * REGION, 4096, &[]).unwrap();
-    let query = RegionsQuery { of: RegionsOf::Allocated, from: 0, size_bytes: SIZE };
+    let query = RegionsQuery { of: RegionsOf::Allocated, from: 0, size_bytes: Some(SIZE) };
     let page: RegionsPage = client.ask(Opcode::Regions, &query).unwrap();
     assert_eq!(page.runs, [(0, 4)], "a copy looks at its sums");
     is_clean(&mut client, SIZE);

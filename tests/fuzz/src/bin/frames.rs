@@ -139,7 +139,7 @@ fn check_extents(text: &[u8], size_bytes: u64) {
 
 fn check_regions(text: &[u8], size_bytes: u64) {
     for of in [RegionsOf::Intent, RegionsOf::Allocated] {
-        let query = RegionsQuery { of, from: 0, size_bytes };
+        let query = RegionsQuery { of, from: 0, size_bytes: Some(size_bytes) };
         let page = decoded::<RegionsPage>(text).filter(|page| page.check(&query).is_ok());
         let Some(page) = page else { continue };
         let mut end = 0;

@@ -167,8 +167,8 @@ impl Replica {
     pub fn regions(&self, query: &RegionsQuery, sabotage: Option<Sabotage>) -> RegionsPage {
         let is_unseen = sabotage == Some(Sabotage::HolesUnseen);
         let regions = match query.size_bytes {
-            0 => self.state.intent_log().regions(),
-            size_bytes => Regions::of(size_bytes),
+            None => self.state.intent_log().regions(),
+            Some(size_bytes) => Regions::of(size_bytes),
         };
         let kept = |key| {
             let page = self.state.intent_log().page_for(key, query.from, regions);

@@ -126,7 +126,7 @@ impl EngineCore {
             self.wake.all();
             return;
         }
-        let size_bytes = self.size.regions().size_bytes();
+        let size_bytes = Some(self.size.regions().size_bytes());
         let change =
             MarkRegions { of, action: MarkAction::Clear, runs, stamp: self.clearing.stamp(), size_bytes };
         self.marks.send(MarkFor::Clearing, to, &change, self.clock.now_ms(), out);

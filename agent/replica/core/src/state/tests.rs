@@ -141,7 +141,7 @@ fn forget(replica: u64) -> MarkRegions {
 }
 
 fn mark(of: RegionsOf, action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
-    MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: 0 }
+    MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: None }
 }
 
 /// Checks that the replica has a set for every replica that a view that may count lacks, as it promises with

@@ -36,7 +36,7 @@ fn write_all(intent_log: &mut WriteIntentLog) -> Vec<(SetKey, u32)> {
 }
 
 fn mark(of: RegionsOf, action: MarkAction, runs: &[(u32, u32)]) -> MarkRegions {
-    MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: 0 }
+    MarkRegions { of, action, runs: runs.to_vec(), stamp: 0, size_bytes: None }
 }
 
 #[test]
@@ -231,7 +231,7 @@ fn sets_follow_a_volume_that_grows_to_larger_regions() {
     assert_eq!(intent_log.page_for(key, 0, old).unwrap().runs, [(6, 6)]);
     let clear = |runs: &[(u32, u32)]| MarkRegions {
         stamp: 0,
-        size_bytes: old.size_bytes(),
+        size_bytes: Some(old.size_bytes()),
         ..mark(RegionsOf::Intent, MarkAction::Clear, runs)
     };
     intent_log.mark(&clear(&[(7, 3)])).unwrap();

@@ -465,7 +465,7 @@ fn the_blocks_of_a_repaired_region_need_no_memory_once_it_is_read_back() {
     let block = ByteRange::new(BLOCK * BLOCK_BYTES, BLOCK_BYTES).unwrap();
     assert!(is_summed(block, executor.state.intent_log()) && executor.block_sums.knows(BLOCK));
     let (of, action) = (RegionsOf::Intent, MarkAction::Clear);
-    let mark = MarkRegions { of, action, runs: vec![(0, 1)], stamp: 0, size_bytes: 0 };
+    let mark = MarkRegions { of, action, runs: vec![(0, 1)], stamp: 0, size_bytes: None };
     executor.state.intent_log_mut().mark(&mark).unwrap();
     sum_now(&mut executor, &mut ring);
     assert!(is_summed(block, executor.state.intent_log()) && executor.block_sums.known().is_empty());
