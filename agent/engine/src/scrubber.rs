@@ -228,7 +228,7 @@ impl Scrubber {
             writers.retain(|writer| peers.contains(&writer.peer()));
             for writer in &mut writers {
                 let sum = sums.iter().find(|(peer, _)| *peer == writer.peer()).and_then(|(_, sum)| *sum);
-                writer.put(&self.context, offset_bytes / SUM_PIECE_BYTES, sum.unwrap_or(0));
+                writer.put(&self.context, offset_bytes / SUM_PIECE_BYTES, sum);
             }
         }
         // Later decisions cannot rest on the statement of a single member.

@@ -31,8 +31,8 @@ impl SumWriter {
         self.peer
     }
 
-    /// Adds the sum of one more piece; 0: not known. The pieces between it and the last one have no blocks.
-    pub fn put(&mut self, context: &EngineContext, piece: u64, sum: u32) {
+    /// Adds the sum of one more piece, if it is known. The pieces between it and the last one have no blocks.
+    pub fn put(&mut self, context: &EngineContext, piece: u64, sum: Option<u32>) {
         // A layer with more pieces than numbers has no sums.
         let Ok(piece) = u32::try_from(piece) else { return };
         let follows = self.page.first_piece as usize + self.page.sums.len() == piece as usize;
@@ -40,12 +40,13 @@ impl SumWriter {
             self.send(context);
         }
         if self.page.sums.is_empty() {
-            if sum == EMPTY_SUM {
+            if sum == Some(EMPTY_SUM) {
                 return;
             }
             self.page.first_piece = piece;
         }
-        self.page.sums.push(sum);
+        // In the message 0 is a sum that is not known.
+        self.page.sums.push(sum.unwrap_or_default());
     }
 
     /// Completes the sums: from now on the member keeps them.
