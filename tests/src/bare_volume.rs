@@ -105,7 +105,7 @@ impl BareVolume {
                 data_socket: self.file(index, "data"),
                 data_address: by_tcp.then(|| SocketAddr::from((Ipv4Addr::LOCALHOST, 0))),
                 control_socket: self.file(index, "control"),
-                sum_bytes_per_s: SUM_BYTES_PER_S,
+                sum_bytes_per_s: Some(SUM_BYTES_PER_S),
                 encrypt_in_transit: self.encrypts(),
                 unknown: Unknown::default(),
             };
@@ -142,7 +142,7 @@ impl BareVolume {
             replica_timeout_ms: self.options.replica_timeout_ms,
             granted: None,
             rebuild: RebuildLimits::default(),
-            intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
+            intent_clear_after_ms: Some(INTENT_CLEAR_AFTER_MS),
             verify_reads: self.options.verify_reads,
             continues: None,
             encrypt_in_transit: self.encrypts(),

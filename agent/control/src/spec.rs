@@ -44,10 +44,14 @@ pub struct ReplicaSpec {
     pub data_address: Option<std::net::SocketAddr>,
     /// The path at which the process serves its status and commands.
     pub control_socket: PathBuf,
-    /// The maximum rate in bytes per second at which a replica reads idle blocks for their sums. 0: the
-    /// replica keeps no sums, and does not detect rot.
-    #[serde(default = "sum_bytes_per_s_default", skip_serializing_if = "is_sum_bytes_per_s_default")]
-    pub sum_bytes_per_s: u64,
+    /// The maximum rate in bytes per second at which a replica reads idle blocks for their sums. None, which
+    /// is 0 in the file: the replica keeps no sums, and does not detect rot.
+    #[serde(
+        default = "sum_bytes_per_s_default",
+        with = "shorthorn_types::optional::number",
+        skip_serializing_if = "is_sum_bytes_per_s_default"
+    )]
+    pub sum_bytes_per_s: Option<u64>,
     /// True if connections to other hosts are encrypted. The fingerprint of the directory says so too.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub encrypt_in_transit: bool,
@@ -59,15 +63,15 @@ pub struct ReplicaSpec {
 /// The default of [`ReplicaSpec::sum_bytes_per_s`].
 pub const SUM_BYTES_PER_S: u64 = 32 << 20;
 
-fn sum_bytes_per_s_default() -> u64 {
-    SUM_BYTES_PER_S
+fn sum_bytes_per_s_default() -> Option<u64> {
+    Some(SUM_BYTES_PER_S)
 }
 
 /// Returns true if the value is the default. Then it is omitted, so that replicas of an earlier version
 /// accept the spec.
 #[allow(clippy::trivially_copy_pass_by_ref)] // as serde wants it
-fn is_sum_bytes_per_s_default(value: &u64) -> bool {
-    *value == SUM_BYTES_PER_S
+fn is_sum_bytes_per_s_default(value: &Option<u64>) -> bool {
+    *value == sum_bytes_per_s_default()
 }
 
 /// The settings of an engine process.
@@ -109,13 +113,15 @@ pub struct EngineSpec {
     /// The time after the last write to a region after which the members count as equal there, in
     /// milliseconds. After the engine's death, its successor resyncs only regions that were written since. A
     /// short time makes resyncs small. With a long one, a region that is in use is not marked dirty again and
-    /// again before it is written. While that is no more than 1 GiB, it is twelve times as long. 0: regions
-    /// are cleared only at the engine's orderly end, and an interrupted copy to a replica starts over.
+    /// again before it is written. While that is no more than 1 GiB, it is twelve times as long. None, which
+    /// is 0 in the file: regions are cleared only at the engine's orderly end, and an interrupted copy to a
+    /// replica starts over.
     #[serde(
         default = "intent_clear_after_ms_default",
+        with = "shorthorn_types::optional::count",
         skip_serializing_if = "is_intent_clear_after_ms_default"
     )]
-    pub intent_clear_after_ms: u32,
+    pub intent_clear_after_ms: Option<u32>,
     /// True if replicas compare every read with the sums of its blocks. A read of rot is answered by another
     /// replica.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -139,15 +145,15 @@ pub struct EngineSpec {
 /// The default of [`EngineSpec::intent_clear_after_ms`].
 pub const INTENT_CLEAR_AFTER_MS: u32 = 5000;
 
-fn intent_clear_after_ms_default() -> u32 {
-    INTENT_CLEAR_AFTER_MS
+fn intent_clear_after_ms_default() -> Option<u32> {
+    Some(INTENT_CLEAR_AFTER_MS)
 }
 
 /// Returns true if the value is the default. Then it is omitted, so that engines of an earlier version accept
 /// the spec.
 #[allow(clippy::trivially_copy_pass_by_ref)] // as serde wants it
-fn is_intent_clear_after_ms_default(value: &u32) -> bool {
-    *value == INTENT_CLEAR_AFTER_MS
+fn is_intent_clear_after_ms_default(value: &Option<u32>) -> bool {
+    *value == intent_clear_after_ms_default()
 }
 
 /// The share of a volume's speed that copies may take.
@@ -300,7 +306,7 @@ mod tests {
             replica_timeout_ms: 5000,
             granted: None,
             rebuild: RebuildLimits::default(),
-            intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
+            intent_clear_after_ms: Some(INTENT_CLEAR_AFTER_MS),
             verify_reads: false,
             continues: None,
             encrypt_in_transit: false,
@@ -314,6 +320,26 @@ mod tests {
         let path = dir.path().join("v1.json");
         store_spec(&path, &spec()).unwrap();
         assert_eq!(load_spec::<EngineSpec>(&path).unwrap(), spec());
+    }
+
+    #[test]
+    fn work_that_is_off_is_zero_in_the_file() {
+        let off = EngineSpec { intent_clear_after_ms: None, ..spec() };
+        let written = serde_json::to_value(&off).unwrap();
+        assert_eq!(written["intent_clear_after_ms"], 0);
+        assert_eq!(serde_json::from_value::<EngineSpec>(written).unwrap(), off);
+        let default = serde_json::to_value(spec()).unwrap();
+        assert!(default.get("intent_clear_after_ms").is_none(), "the default is left out: {default}");
+        let seldom = EngineSpec { intent_clear_after_ms: Some(60_000), ..spec() };
+        assert_eq!(serde_json::to_value(&seldom).unwrap()["intent_clear_after_ms"], 60_000);
+
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/releases/0.1.0/replica.json");
+        let replica: ReplicaSpec = load_spec(&file).unwrap();
+        assert!(serde_json::to_value(&replica).unwrap().get("sum_bytes_per_s").is_none());
+        let off = ReplicaSpec { sum_bytes_per_s: None, ..replica };
+        let written = serde_json::to_value(&off).unwrap();
+        assert_eq!(written["sum_bytes_per_s"], 0);
+        assert_eq!(serde_json::from_value::<ReplicaSpec>(written).unwrap(), off);
     }
 
     #[test]
@@ -335,7 +361,7 @@ mod tests {
         assert_eq!(engine.granted.as_ref().unwrap().members.len(), 1);
         let replica: ReplicaSpec = load_spec(&folder.join("replica.json")).unwrap();
         assert_eq!((replica.first_members.len(), replica.create), (2, false));
-        assert_eq!(replica.sum_bytes_per_s, SUM_BYTES_PER_S);
+        assert_eq!(replica.sum_bytes_per_s, Some(SUM_BYTES_PER_S));
         // The spec is written unchanged: a release that refuses unknown fields accepts it again.
         let written = |spec: serde_json::Value, file: &str| {
             let stored: serde_json::Value = load_spec(&folder.join(file)).unwrap();

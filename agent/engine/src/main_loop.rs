@@ -495,7 +495,7 @@ fn core_config(spec: &EngineSpec, opened: &OpenedVolume, record: &DeviceRecord) 
         out_of_sync_stamps: opened.volume.out_of_sync_stamps.clone(),
         copy_slots: COPY_SLOTS,
         copy_limits: copy_limits(spec.rebuild),
-        intent_interval_ms: Some(u64::from(spec.intent_clear_after_ms)).filter(|interval| *interval > 0),
+        intent_interval_ms: spec.intent_clear_after_ms.map(u64::from),
         intent_keep_bytes: INTENT_KEEP_BYTES,
         verify_reads: spec.verify_reads,
         refuses_requests: opened.lost_writes,

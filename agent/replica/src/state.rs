@@ -122,7 +122,7 @@ mod tests {
             data_socket: "/data".into(),
             data_address: None,
             control_socket: "/control".into(),
-            sum_bytes_per_s: 0,
+            sum_bytes_per_s: None,
             encrypt_in_transit: false,
             unknown: Unknown::default(),
         }

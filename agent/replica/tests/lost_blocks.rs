@@ -33,7 +33,7 @@ fn read_checked(client: &mut Client, block: u64) -> Result<Vec<u8>, i32> {
 /// Returns a new replica that is not in the view, with its files in a new directory.
 fn new_replica(base: &tempfile::TempDir) -> ReplicaSpec {
     let first_members = Members::new([ReplicaId::from_random(1)]).unwrap();
-    ReplicaSpec { sum_bytes_per_s: FAST, first_members, ..spec(base.path(), SIZE) }
+    ReplicaSpec { sum_bytes_per_s: Some(FAST), first_members, ..spec(base.path(), SIZE) }
 }
 
 /// Returns the layers of a volume with a snapshot.
@@ -177,13 +177,13 @@ fn a_lost_block_that_a_crash_has_torn_stays_known_after_another_program() {
 #[test]
 fn a_block_is_lost_without_sums_too() {
     let base = base();
-    let spec = ReplicaSpec { sum_bytes_per_s: 0, ..new_replica(&base) };
+    let spec = ReplicaSpec { sum_bytes_per_s: None, ..new_replica(&base) };
     let (mut replica, mut client) = copied(&spec);
     assert_eq!(read_checked(&mut client, 3), Err(ROTTEN));
     client.call(Opcode::Discard, Flags::NONE, 3 * BLOCK, 4096, &[]).unwrap();
     assert_eq!((read_checked(&mut client, 3), record(&spec).exists()), (Ok(vec![0; 4096]), false));
     replica.kill();
-    let replica = Replica::start(&ReplicaSpec { sum_bytes_per_s: FAST, ..spec });
+    let replica = Replica::start(&ReplicaSpec { sum_bytes_per_s: Some(FAST), ..spec });
     assert_eq!(read_checked(&mut replica.open(generation(2)), 3), Ok(vec![0; 4096]));
 }
 
@@ -285,7 +285,7 @@ fn a_repair_of_a_snapshot_ends_no_record() {
 #[test]
 fn rot_that_is_copied_to_the_head_is_lost_until_it_gets_other_data() {
     let base = base();
-    let spec = ReplicaSpec { sum_bytes_per_s: FAST, ..spec(base.path(), SIZE) };
+    let spec = ReplicaSpec { sum_bytes_per_s: Some(FAST), ..spec(base.path(), SIZE) };
     let mut replica = Replica::start(&spec);
     let mut client = replica.open(generation(1));
     for block in 0..8 {
@@ -368,7 +368,7 @@ fn rot(spec: &ReplicaSpec, block: u64) {
 fn modifications_beside_rot_that_cannot_be_tracked_are_refused() {
     const PAGES: u64 = 65;
     let (base, size_bytes) = (base(), 256 * MIB);
-    let spec = ReplicaSpec { sum_bytes_per_s: FAST, ..spec(base.path(), size_bytes) };
+    let spec = ReplicaSpec { sum_bytes_per_s: Some(FAST), ..spec(base.path(), size_bytes) };
     let replica = Replica::start(&spec);
     let mut client = replica.open(generation(1));
     let data = pattern(1, usize::try_from(MIB).unwrap());

@@ -268,7 +268,7 @@ fn replica_spec(
         data_socket: process.files.data.clone(),
         data_address: None,
         control_socket: process.files.control.clone(),
-        sum_bytes_per_s: u64::from(args.sum_mib_per_s) << 20,
+        sum_bytes_per_s: Some(u64::from(args.sum_mib_per_s) << 20).filter(|rate| *rate > 0),
         encrypt_in_transit: false,
         unknown: Unknown::default(),
     })
@@ -302,7 +302,7 @@ fn engine_spec(
         replica_timeout_ms: args.replica_timeout_ms,
         granted: None,
         rebuild: RebuildLimits::default(),
-        intent_clear_after_ms: args.intent_clear_after_ms,
+        intent_clear_after_ms: Some(args.intent_clear_after_ms).filter(|after_ms| *after_ms > 0),
         verify_reads: args.verify_reads,
         continues: None,
         encrypt_in_transit: false,

@@ -21,6 +21,27 @@ pub mod number {
     }
 }
 
+/// A 32-bit number.
+pub mod count {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    /// Writes 0 for none.
+    ///
+    /// # Errors
+    /// That of the serializer.
+    pub fn serialize<S: Serializer>(value: &Option<u32>, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u32(value.unwrap_or_default())
+    }
+
+    /// Reads 0 as none.
+    ///
+    /// # Errors
+    /// The value is not such a number.
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+        u32::deserialize(deserializer).map(|number| Some(number).filter(|number| *number > 0))
+    }
+}
+
 /// A text for people, or one that only other programs read.
 pub mod text {
     use serde::{Deserialize, Deserializer, Serializer};

@@ -280,7 +280,7 @@ impl Files<'_> {
                 data_socket: self.file(replica, "data"),
                 data_address: Some(replica_address(replica)?),
                 control_socket: self.file(replica, "control"),
-                sum_bytes_per_s: SUM_BYTES_PER_S,
+                sum_bytes_per_s: Some(SUM_BYTES_PER_S),
                 encrypt_in_transit: options.encrypt,
                 unknown: Unknown::default(),
             };
@@ -307,7 +307,7 @@ impl Files<'_> {
             replica_timeout_ms: u32::try_from(options.replica_timeout.as_millis())?,
             granted: None,
             rebuild: RebuildLimits::default(),
-            intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
+            intent_clear_after_ms: Some(INTENT_CLEAR_AFTER_MS),
             verify_reads: false,
             continues: None,
             encrypt_in_transit: options.encrypt,

@@ -142,7 +142,7 @@ fn the_port_of_a_volume_that_encrypts_answers_no_stranger() -> Result<()> {
         data_socket: dir.join("data"),
         data_address: Some(SocketAddr::new(address(0).parse()?, 0)),
         control_socket: dir.join("control"),
-        sum_bytes_per_s: SUM_BYTES_PER_S,
+        sum_bytes_per_s: Some(SUM_BYTES_PER_S),
         encrypt_in_transit: true,
         unknown: Unknown::default(),
     };

@@ -143,7 +143,7 @@ impl Volume {
             data_socket: self.file(&format!("data{number}")),
             data_address: None,
             control_socket: self.file(&format!("control{number}")),
-            sum_bytes_per_s: SUM_BYTES_PER_S,
+            sum_bytes_per_s: Some(SUM_BYTES_PER_S),
             encrypt_in_transit: false,
             unknown: Unknown::default(),
         };
@@ -169,7 +169,7 @@ impl Volume {
             replica_timeout_ms: self.replica_timeout_ms,
             granted: None,
             rebuild: RebuildLimits::default(),
-            intent_clear_after_ms: self.intent_clear_after_ms,
+            intent_clear_after_ms: Some(self.intent_clear_after_ms),
             verify_reads: false,
             continues: None,
             encrypt_in_transit: false,

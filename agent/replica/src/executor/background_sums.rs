@@ -352,7 +352,7 @@ mod tests {
     const PLACE: usize = 3;
 
     fn new_work() -> BackgroundSums {
-        let mut schedule = SumSchedule::new(true, 32 << 20, Instant::now());
+        let mut schedule = SumSchedule::new(true, Some(32 << 20), Instant::now());
         schedule.searched_to(None);
         BackgroundSums::new(schedule)
     }

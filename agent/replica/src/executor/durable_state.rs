@@ -191,7 +191,7 @@ mod tests {
             let id = ViewId { generation: Generation::NEVER, number: 0 };
             let members = Members::new(members.map(ReplicaId::from_random)).unwrap();
             let views = ReplicaViews::new(View { id, members });
-            let Loaded { state, region_sets, .. } = Loaded::load(&mut store, &owner, views, 0).unwrap();
+            let Loaded { state, region_sets, .. } = Loaded::load(&mut store, &owner, views, None).unwrap();
             assert_eq!(DurableState::new(owner, state, region_sets).is_only_member(), is_only);
         }
     }

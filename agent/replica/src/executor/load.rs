@@ -27,7 +27,7 @@ pub(crate) struct Loaded {
 
 impl Loaded {
     /// Loads the state of `owner` from its directory: see [`ReplicaState::start`]. Blocks will be summed at
-    /// this rate per second; with 0, no block is.
+    /// this rate per second; without one, no block is.
     ///
     /// # Errors
     /// If the files cannot be read or made.
@@ -35,9 +35,9 @@ impl Loaded {
         store: &mut Store,
         owner: &Owner,
         views: ReplicaViews,
-        sum_bytes_per_s: u64,
+        sum_bytes_per_s: Option<u64>,
     ) -> Result<Loaded, ReplicaError> {
-        let found = read_files(store, owner, views, sum_bytes_per_s > 0)?;
+        let found = read_files(store, owner, views, sum_bytes_per_s.is_some())?;
         let mut region_sets = RegionSets::new()
             .map_err(|source| ReplicaError::system("map memory for pages of regions", source))?;
         let mut files = ReplicaFiles { store, sets: region_sets.files_mut(), owner };

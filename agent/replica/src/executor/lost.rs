@@ -136,7 +136,7 @@ mod tests {
         let committed = View { id, members: Members::default() };
         let unknown = shorthorn_control::Unknown::default();
         let owner = Owner { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(1), unknown };
-        let loaded = Loaded::load(&mut store, &owner, ReplicaViews::new(committed), 0).unwrap();
+        let loaded = Loaded::load(&mut store, &owner, ReplicaViews::new(committed), None).unwrap();
         Executor::new(store, owner, loaded).unwrap()
     }
 

@@ -100,7 +100,7 @@ mod tests {
             let id = ViewId { generation: Generation::NEVER, number: 0 };
             let members = Members::new(members.map(ReplicaId::from_random)).unwrap();
             let views = ReplicaViews::new(View { id, members });
-            let loaded = Loaded::load(&mut store, &owner, views, 0).unwrap();
+            let loaded = Loaded::load(&mut store, &owner, views, None).unwrap();
             let mut executor = Executor::new(store, owner, loaded).unwrap();
             let known = executor.block_sums.known();
             assert!(known.keep_some([(3, 70)]));

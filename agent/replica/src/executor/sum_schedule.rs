@@ -21,9 +21,9 @@ pub(super) struct SumSchedule {
 impl SumSchedule {
     /// Creates the schedule of a process that starts to serve `now`. Nothing is to be done unless sums are
     /// kept.
-    pub fn new(is_kept: bool, bytes_per_s: u64, now: Instant) -> SumSchedule {
+    pub fn new(is_kept: bool, bytes_per_s: Option<u64>, now: Instant) -> SumSchedule {
         SumSchedule {
-            bytes_per_s: bytes_per_s.max(1),
+            bytes_per_s: bytes_per_s.unwrap_or_default().max(1),
             search_from: is_kept.then_some(0),
             cursor: 0,
             next_at: is_kept.then_some(now),
@@ -106,7 +106,7 @@ mod tests {
     #[test]
     fn pauses_follow_the_rate_and_requests_come_first() {
         let now = Instant::now();
-        let mut schedule = SumSchedule::new(true, 1 << 20, now);
+        let mut schedule = SumSchedule::new(true, Some(1 << 20), now);
         assert_eq!(schedule.next_at(), Some(now));
         schedule.pause(2 << 20, false, now);
         assert_eq!(schedule.next_at(), Some(now + Duration::from_secs(2)));
@@ -119,7 +119,7 @@ mod tests {
     #[test]
     fn without_sums_nothing_is_due_before_it_begins_again() {
         let now = Instant::now();
-        let mut schedule = SumSchedule::new(false, 0, now);
+        let mut schedule = SumSchedule::new(false, None, now);
         schedule.search_again();
         assert_eq!((schedule.next_at(), schedule.search_from()), (None, None));
         schedule.begin_again(now);
@@ -128,7 +128,7 @@ mod tests {
 
     #[test]
     fn only_a_search_under_way_begins_again() {
-        let mut schedule = SumSchedule::new(true, 1, Instant::now());
+        let mut schedule = SumSchedule::new(true, Some(1), Instant::now());
         schedule.searched_to(Some(7));
         schedule.search_again();
         assert_eq!(schedule.search_from(), Some(0));
@@ -141,7 +141,7 @@ mod tests {
     fn a_modification_does_not_move_work_that_has_a_time() {
         let now = Instant::now();
         let later = now + Duration::from_secs(1);
-        let mut schedule = SumSchedule::new(true, 1, now);
+        let mut schedule = SumSchedule::new(true, Some(1), now);
         schedule.wake_at(|| later);
         assert_eq!(schedule.next_at(), Some(now));
         schedule.stop();

@@ -157,7 +157,7 @@ mod tests {
         let file = store.open_block_sums().unwrap();
         let mut executor = Executor::new(store, owner, loaded).unwrap();
         executor.block_sums.begin(file);
-        let mut schedule = SumSchedule::new(true, 32 << 20, Instant::now());
+        let mut schedule = SumSchedule::new(true, Some(32 << 20), Instant::now());
         schedule.searched_to(None);
         executor.background_sums = BackgroundSums::new(schedule);
         let intent_log = executor.state.intent_log_mut();

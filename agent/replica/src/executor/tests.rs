@@ -18,6 +18,6 @@ pub(super) fn new_store(directory: &Path) -> (Store, Owner, Loaded) {
     let committed = View { id, members: Members::default() };
     let unknown = shorthorn_control::Unknown::default();
     let owner = Owner { volume: "v1".parse().unwrap(), replica: ReplicaId::from_random(1), unknown };
-    let loaded = Loaded::load(&mut store, &owner, ReplicaViews::new(committed), 0).unwrap();
+    let loaded = Loaded::load(&mut store, &owner, ReplicaViews::new(committed), None).unwrap();
     (store, owner, loaded)
 }

@@ -37,7 +37,7 @@ const ROTTEN: i32 = Errno::ROTTEN.raw();
 const FAST: u64 = 1 << 40;
 
 fn spec_of(base: &Path) -> ReplicaSpec {
-    ReplicaSpec { sum_bytes_per_s: FAST, ..spec(base, SIZE) }
+    ReplicaSpec { sum_bytes_per_s: Some(FAST), ..spec(base, SIZE) }
 }
 
 fn head(spec: &ReplicaSpec) -> File {
@@ -385,7 +385,7 @@ fn outdated_sums_do_not_count() {
     let (replica, _) = summed(&spec);
     assert!(replica.terminate().success());
     // Without sums for a while.
-    let off = ReplicaSpec { sum_bytes_per_s: 0, ..spec.clone() };
+    let off = ReplicaSpec { sum_bytes_per_s: None, ..spec.clone() };
     let replica = Replica::start(&off);
     let mut client = replica.open(generation(2));
     client.write(0, &pattern(3, 4096)).unwrap();

@@ -45,7 +45,7 @@ pub fn spec(base: &Path, size_bytes: u64) -> ReplicaSpec {
         data_socket: base.join("data.sock"),
         data_address: None,
         control_socket: base.join("control.sock"),
-        sum_bytes_per_s: SUM_BYTES_PER_S,
+        sum_bytes_per_s: Some(SUM_BYTES_PER_S),
         encrypt_in_transit: false,
         unknown: Unknown::default(),
     }

@@ -196,7 +196,7 @@ mod tests {
             data_socket: "/data.sock".into(),
             data_address: Some(SocketAddr::from(([10, 1, 0, 1], port))),
             control_socket: "/control.sock".into(),
-            sum_bytes_per_s: 0,
+            sum_bytes_per_s: None,
             encrypt_in_transit: false,
             unknown: Unknown::default(),
         })

@@ -60,7 +60,7 @@ impl Spec {
             replica_timeout_ms: config.replica_timeout_ms,
             granted: request.granted.map(View::try_from).transpose()?,
             rebuild: rebuild_limits(request.rebuild)?,
-            intent_clear_after_ms: INTENT_CLEAR_AFTER_MS,
+            intent_clear_after_ms: Some(INTENT_CLEAR_AFTER_MS),
             verify_reads: request.verify_reads,
             continues: nonzero(request.continues),
             encrypt_in_transit: request.encrypt_in_transit,
@@ -95,7 +95,7 @@ impl Spec {
             data_socket: paths.data(&id)?,
             data_address: None,
             control_socket: paths.control(&id)?,
-            sum_bytes_per_s: u64::from(config.sum_mib_per_s) << 20,
+            sum_bytes_per_s: Some(u64::from(config.sum_mib_per_s) << 20).filter(|rate| *rate > 0),
             encrypt_in_transit: request.encrypt_in_transit,
             unknown: Unknown::default(),
         }))

@@ -113,7 +113,7 @@ pub struct NodeStatus {
     #[serde(default)]
     pub data_address: String,
     /// The maximum number of volumes that CSI attaches to the node; 0: no limit.
-    #[serde(default, with = "super::optional::count")]
+    #[serde(default, with = "shorthorn_types::optional::count")]
     #[schemars(with = "u32")]
     pub max_volumes: Option<u32>,
     /// The zone in the configuration of the agent.

@@ -1,28 +1,10 @@
-//! Optional values as the stored objects have them: an empty text, or 0, is none.
+//! Optional values as the stored objects have them: an empty text is none.
 //! [`shorthorn_types::optional`] has further ones.
 
 use std::fmt::Display;
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serializer};
-
-/// A 32-bit number.
-pub(super) mod count {
-    use super::*;
-
-    pub(in super::super) fn serialize<S: Serializer>(
-        value: &Option<u32>,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
-        serializer.serialize_u32(value.unwrap_or_default())
-    }
-
-    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<Option<u32>, D::Error> {
-        u32::deserialize(deserializer).map(|number| Some(number).filter(|number| *number > 0))
-    }
-}
 
 /// A value that is a text outside Rust. A text of a later version is none: such values are observed again.
 pub(super) mod parsed {
