@@ -41,7 +41,7 @@ pub fn usual_devices() -> anyhow::Result<Vec<BlockDevice>> {
     names.sort();
     let found = names.iter().map(|name| {
         let transport = transport_of(name);
-        if is_left_out(&transport, false) {
+        if is_left_out(transport.as_deref(), false) {
             return BlockDevice { transport, ..unexamined(name) };
         }
         let failed =
@@ -58,21 +58,21 @@ fn unexamined(name: &str) -> BlockDevice {
     BlockDevice {
         name: name.to_owned(),
         identity: DeviceIdentity { device, size_bytes, ..DeviceIdentity::default() },
-        vendor: attribute(name, "device/vendor"),
+        vendor: first_of([attribute(name, "device/vendor")]),
         model: attribute(name, "device/model"),
         ..BlockDevice::default()
     }
 }
 
-/// Returns the network over which a device is reached; empty if it is in the host.
-fn transport_of(name: &str) -> String {
+/// Returns the network over which a device is reached; none if it is in the host.
+fn transport_of(name: &str) -> Option<String> {
     let path = fs::canonicalize(Path::new(SYSFS).join(name)).unwrap_or_default();
     // A namespace of NVMe has the transport at its controller, or a subsystem with controllers.
     let controllers = entries(&path.join("device"), |entry| entry.join("transport").exists());
     let below =
         controllers.first().map(|controller| attribute(name, &format!("device/{controller}/transport")));
-    let nvme = first_of([attribute(name, "device/transport"), below.unwrap_or_default()]).unwrap_or_default();
-    transport(&path.to_string_lossy(), &nvme)
+    let nvme = first_of([attribute(name, "device/transport"), below.unwrap_or_default()]);
+    transport(&path.to_string_lossy(), nvme.as_deref())
 }
 
 /// Returns the facts about the device at `path`, which may be a link.
@@ -183,7 +183,7 @@ fn read_device(name: &str, links: &HashMap<u64, PathBuf>) -> anyhow::Result<Bloc
     Ok(BlockDevice {
         name: name.to_owned(),
         identity,
-        vendor: attribute(name, "device/vendor"),
+        vendor: first_of([attribute(name, "device/vendor")]),
         model: first_of([of_udev("ID_MODEL"), attribute(name, "device/model")]).unwrap_or_default(),
         is_partition: is_partition(name),
         is_read_only: attribute(name, "ro") != "0",
@@ -197,7 +197,7 @@ fn read_device(name: &str, links: &HashMap<u64, PathBuf>) -> anyhow::Result<Bloc
         is_incomplete: is_incomplete(&path).with_context(|| path.display().to_string())?,
         has_data: has_data(&path).with_context(|| path.display().to_string())?,
         is_in_use: open_exclusively(&path).is_err(),
-        users: shared_with(&path).unwrap_or_default(),
+        users: shared_with(&path),
         transport: transport_of(name),
         is_named: false,
         problem: None,
@@ -265,7 +265,7 @@ fn parse_signatures(text: &[u8]) -> serde_json::Result<Vec<Signature>> {
     let found: WipefsOutput = serde_json::from_slice(text)?;
     let signature = |found: WipefsSignature| Signature {
         kind: found.kind.unwrap_or_else(|| "unknown".to_owned()),
-        uuid: found.uuid.unwrap_or_default(),
+        uuid: found.uuid,
     };
     Ok(found.signatures.into_iter().map(signature).collect())
 }
@@ -306,8 +306,8 @@ mod tests {
             {"device":"loop0", "offset":"0x438", "type":"ext4", "uuid":"0f8fad5b", "label":null},
             {"device":"loop0", "offset":"0x1fe", "type":"dos", "uuid":null, "label":null}]}"#;
         let found = parse_signatures(text).unwrap();
-        assert_eq!((found[0].kind.as_str(), found[0].uuid.as_str()), ("ext4", "0f8fad5b"));
-        assert_eq!((found[1].kind.as_str(), found[1].uuid.as_str()), ("dos", ""));
+        assert_eq!((found[0].kind.as_str(), found[0].uuid.as_deref()), ("ext4", Some("0f8fad5b")));
+        assert_eq!((found[1].kind.as_str(), found[1].uuid.as_deref()), ("dos", None));
         assert!(parse_signatures(b"\n").unwrap().is_empty());
         // An answer that is not understood is never taken for an empty device.
         assert!(parse_signatures(b"{}").is_err());

@@ -35,8 +35,8 @@ pub struct BlockDevice {
     pub name: String,
     /// The facts by which it is recognised.
     pub identity: DeviceIdentity,
-    /// The vendor of a SCSI disk; empty if it is none.
-    pub vendor: String,
+    /// The vendor of a SCSI disk; none if it is no such disk.
+    pub vendor: Option<String>,
     /// The model, for people.
     pub model: String,
     /// True if it is a partition.
@@ -63,11 +63,10 @@ pub struct BlockDevice {
     pub has_data: bool,
     /// True if the kernel refuses its exclusive use, because something else has it.
     pub is_in_use: bool,
-    /// Users that have not opened the device exclusively, like a virtual machine or a loop device; empty if
-    /// none.
-    pub users: String,
-    /// The network that it is reached over, like `iscsi`; empty if it is in the host.
-    pub transport: String,
+    /// Users that have not opened the device exclusively, like a virtual machine or a loop device.
+    pub users: Option<String>,
+    /// The network that it is reached over, like `iscsi`; none if it is in the host.
+    pub transport: Option<String>,
     /// True if the operator has named the device. Nothing is read from devices of a network that were not.
     pub is_named: bool,
     /// The reason why it cannot be examined; none if it was.
@@ -79,8 +78,8 @@ pub struct BlockDevice {
 pub struct Signature {
     /// The type, as wipefs names it.
     pub kind: String,
-    /// The UUID of the file system; empty if it has none.
-    pub uuid: String,
+    /// The UUID of the file system, if it has one.
+    pub uuid: Option<String>,
 }
 
 /// Returns true if `discover` examines a device of this name by default.
@@ -90,23 +89,23 @@ pub fn is_usual(name: &str) -> bool {
 
 /// Returns true if a device is left out until the operator names it. A blank disk of a network may be the
 /// future disk of another host.
-pub fn is_left_out(transport: &str, is_named: bool) -> bool {
-    !transport.is_empty() && !is_named
+pub fn is_left_out(transport: Option<&str>, is_named: bool) -> bool {
+    transport.is_some() && !is_named
 }
 
-/// Returns the network over which a device is reached; empty if it is in the host. The network follows from
+/// Returns the network over which a device is reached; none if it is in the host. The network follows from
 /// the path of the device in sysfs and the transport of its NVMe controller.
-pub fn transport(sysfs_path: &str, nvme: &str) -> String {
+pub fn transport(sysfs_path: &str, nvme: Option<&str>) -> Option<String> {
     let has = |prefix: &str| {
         let number = |part: &str| part.strip_prefix(prefix).and_then(|rest| rest.chars().next());
         sysfs_path.split('/').any(|part| number(part).is_some_and(|first| first.is_ascii_digit()))
     };
     // Linux names the parents of a disk so: drivers/scsi/scsi_transport_iscsi.c, scsi_transport_fc.c.
     match nvme {
-        _ if has("session") => "iscsi".to_owned(),
-        _ if has("rport-") => "fibre channel".to_owned(),
-        "" | "pcie" | "apple-nvme" => String::new(),
-        network => format!("nvme {network}"),
+        _ if has("session") => Some("iscsi".to_owned()),
+        _ if has("rport-") => Some("fibre channel".to_owned()),
+        None | Some("pcie" | "apple-nvme") => None,
+        Some(network) => Some(format!("nvme {network}")),
     }
 }
 
@@ -122,14 +121,16 @@ pub fn obstacles(device: &BlockDevice, accept_data: bool) -> Vec<String> {
     let problem = device.problem.as_deref();
     refuse(problem.is_some(), format!("the device cannot be examined: {}", problem.unwrap_or_default()));
     refuse(
-        VOLUMES.iter().any(|prefix| device.name.starts_with(prefix)) || device.vendor == VOLUME_VENDOR,
+        VOLUMES.iter().any(|prefix| device.name.starts_with(prefix))
+            || device.vendor.as_deref() == Some(VOLUME_VENDOR),
         "the device is that of a volume".to_owned(),
     );
+    let transport = device.transport.as_deref();
     refuse(
-        is_left_out(&device.transport, device.is_named),
+        is_left_out(transport, device.is_named),
         format!(
             "the device is reached over {}, and may be of another host: name the device to use it",
-            device.transport
+            transport.unwrap_or_default()
         ),
     );
     refuse(device.is_partition, "the device is a partition: name the whole device".to_owned());
@@ -156,7 +157,8 @@ pub fn obstacles(device: &BlockDevice, accept_data: bool) -> Vec<String> {
     let kinds: Vec<&str> = device.signatures.iter().map(|signature| signature.kind.as_str()).collect();
     refuse(!kinds.is_empty(), format!("the device has a signature: {}", kinds.join(", ")));
     refuse(device.is_in_use, "another program has the device open exclusively".to_owned());
-    refuse(!device.users.is_empty(), format!("the device is in use: {}", device.users));
+    let users = device.users.as_deref();
+    refuse(users.is_some(), format!("the device is in use: {}", users.unwrap_or_default()));
     let has_only_data = device.has_data && kinds.is_empty() && device.partitions.is_empty();
     refuse(
         has_only_data && !accept_data,
@@ -219,8 +221,8 @@ mod tests {
     const ILL: [(Change, &str); 18] = [
         (|disk| disk.name = "ublkb3".to_owned(), "that of a volume"),
         (|disk| disk.name = "nbd0".to_owned(), "that of a volume"),
-        (|disk| disk.vendor = "SHRTHORN".to_owned(), "that of a volume"),
-        (|disk| disk.transport = "iscsi".to_owned(), "reached over iscsi"),
+        (|disk| disk.vendor = Some("SHRTHORN".to_owned()), "that of a volume"),
+        (|disk| disk.transport = Some("iscsi".to_owned()), "reached over iscsi"),
         (|disk| disk.is_partition = true, "a partition"),
         (|disk| disk.is_read_only = true, "read-only"),
         (|disk| disk.is_removable = true, "removable"),
@@ -231,11 +233,14 @@ mod tests {
         (|disk| disk.mount_points.push("/data".into()), "mounted at /data"),
         (|disk| disk.is_swap = true, "swap"),
         (
-            |disk| disk.signatures.push(Signature { kind: "LVM2_member".to_owned(), uuid: String::new() }),
+            |disk| disk.signatures.push(Signature { kind: "LVM2_member".to_owned(), uuid: None }),
             "signature: LVM2_member",
         ),
         (|disk| disk.is_in_use = true, "exclusively"),
-        (|disk| disk.users = "sdb opened by process 7 (qemu)".to_owned(), "in use: sdb opened by process 7"),
+        (
+            |disk| disk.users = Some("sdb opened by process 7 (qemu)".to_owned()),
+            "in use: sdb opened by process 7",
+        ),
         (|disk| disk.problem = Some("EPERM".to_owned()), "cannot be examined: EPERM"),
         (|disk| disk.has_data = true, "accept_data"),
     ];
@@ -268,17 +273,21 @@ mod tests {
 
     #[test]
     fn a_disk_of_a_network_is_used_only_if_it_is_named() {
-        let disk = BlockDevice { transport: "iscsi".to_owned(), is_named: true, ..empty_disk() };
+        let disk = BlockDevice { transport: Some("iscsi".to_owned()), is_named: true, ..empty_disk() };
         assert_eq!(obstacles(&disk, false), Vec::<String>::new());
         for (path, nvme, found) in [
-            ("/sys/devices/platform/host3/session7/target3:0:0/3:0:0:1/block/sdc", "", "iscsi"),
-            ("/sys/devices/pci0000:00/0000:00:1f.2/ata1/host0/target0:0:0/0:0:0:0/block/sda", "", ""),
-            ("/sys/devices/pci0000:00/host5/rport-5:0-2/target5:0:0/5:0:0:0/block/sdd", "", "fibre channel"),
-            ("/sys/devices/pci0000:00/0000:01:00.0/nvme/nvme0/nvme0n1", "pcie", ""),
-            ("/sys/devices/virtual/nvme-subsystem/nvme-subsys1/nvme1n1", "tcp", "nvme tcp"),
-            ("/sys/devices/virtual/block/md-session", "", ""),
+            ("/sys/devices/platform/host3/session7/target3:0:0/3:0:0:1/block/sdc", None, Some("iscsi")),
+            ("/sys/devices/pci0000:00/0000:00:1f.2/ata1/host0/target0:0:0/0:0:0:0/block/sda", None, None),
+            (
+                "/sys/devices/pci0000:00/host5/rport-5:0-2/target5:0:0/5:0:0:0/block/sdd",
+                None,
+                Some("fibre channel"),
+            ),
+            ("/sys/devices/pci0000:00/0000:01:00.0/nvme/nvme0/nvme0n1", Some("pcie"), None),
+            ("/sys/devices/virtual/nvme-subsystem/nvme-subsys1/nvme1n1", Some("tcp"), Some("nvme tcp")),
+            ("/sys/devices/virtual/block/md-session", None, None),
         ] {
-            assert_eq!(transport(path, nvme), found, "{path}");
+            assert_eq!(transport(path, nvme).as_deref(), found, "{path}");
         }
     }
 

@@ -112,9 +112,10 @@ fn find(disk: &PlannedDisk, same_boot: bool) -> anyhow::Result<BlockDevice> {
 
 /// Returns true if an earlier run has made the file system.
 fn is_made(disk: &PlannedDisk, device: &BlockDevice) -> bool {
-    let is_ours = |kind: &str, uuid: &str| kind == disk.filesystem.as_str() && uuid == disk.uuid;
+    let is_ours =
+        |kind: &str, uuid: Option<&str>| kind == disk.filesystem.as_str() && uuid == Some(disk.uuid.as_str());
     !device.signatures.is_empty()
-        && device.signatures.iter().all(|signature| is_ours(&signature.kind, &signature.uuid))
+        && device.signatures.iter().all(|signature| is_ours(&signature.kind, signature.uuid.as_deref()))
 }
 
 fn refuse(disk: &PlannedDisk, device: &BlockDevice) -> anyhow::Result<()> {
@@ -305,7 +306,8 @@ mod tests {
     #[test]
     fn only_the_file_system_of_the_file_counts_as_made() {
         let disk = planned("/data/a");
-        let signature = |kind: &str, uuid: &str| Signature { kind: kind.to_owned(), uuid: uuid.to_owned() };
+        let signature =
+            |kind: &str, uuid: &str| Signature { kind: kind.to_owned(), uuid: Some(uuid.to_owned()) };
         let made = |signatures: Vec<Signature>| {
             is_made(&disk, &BlockDevice { signatures, ..BlockDevice::default() })
         };
@@ -314,7 +316,7 @@ mod tests {
             vec![],
             vec![signature("ext4", &disk.uuid)],
             vec![signature("xfs", "other")],
-            vec![signature("xfs", &disk.uuid), signature("dos", "")],
+            vec![signature("xfs", &disk.uuid), Signature { kind: "dos".to_owned(), uuid: None }],
         ] {
             assert!(!made(signatures.clone()), "{signatures:?}");
         }

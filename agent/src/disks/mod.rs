@@ -80,7 +80,7 @@ fn shown(device: BlockDevice) -> v1::DiscoveredDevice {
         model,
         serial: identity.serial.unwrap_or_default(),
         wwn: identity.wwn.unwrap_or_default(),
-        transport,
+        transport: transport.unwrap_or_default(),
         fits,
         needs_consent,
         obstacles: reasons,

@@ -188,11 +188,7 @@ mod tests {
                 ..DeviceIdentity::default()
             },
             block_bytes: 512,
-            signatures: if kind.is_empty() {
-                Vec::new()
-            } else {
-                vec![Signature { kind, uuid: String::new() }]
-            },
+            signatures: if kind.is_empty() { Vec::new() } else { vec![Signature { kind, uuid: None }] },
             ..BlockDevice::default()
         }
     }
