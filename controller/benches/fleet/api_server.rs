@@ -124,7 +124,7 @@ fn object(kind: Kind, known: &Metadata, spec: &impl Serialize, status: &impl Ser
     let mut metadata = json!({
         "name": known.name,
         "namespace": NAMESPACE,
-        "uid": known.uid,
+        "uid": known.uid.as_deref().unwrap_or_default(),
         "resourceVersion": known.resource_version.to_string(),
         "generation": known.generation.unwrap_or_default(),
         "creationTimestamp": known.creation_timestamp,

@@ -84,7 +84,7 @@ impl ClusterState {
     /// Returns the uid of the object; none if the store has no uids.
     #[must_use]
     pub fn uid(&self, key: &Key) -> Option<&str> {
-        self.metadata(key).map(|metadata| metadata.uid.as_str()).filter(|uid| !uid.is_empty())
+        self.metadata(key)?.uid.as_deref()
     }
 
     fn metadata(&self, key: &Key) -> Option<&Metadata> {

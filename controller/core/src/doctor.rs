@@ -226,8 +226,7 @@ impl<'a> Doctor<'a> {
         let mut findings = Vec::new();
         let mut owners: BTreeMap<&str, &str> = BTreeMap::new();
         for (name, info) in self.infos() {
-            let address = info.data_address.as_str();
-            if address.is_empty() {
+            let Some(address) = info.data_address.as_deref() else {
                 findings.push(failed(
                     format!("no other node reaches the replicas on node {name}"),
                     format!(
@@ -235,7 +234,9 @@ impl<'a> Doctor<'a> {
                          restart shorthorn-agent  # on node {name}, with the interface that others reach"
                     ),
                 ));
-            } else if let Some(other) = owners.insert(address, name) {
+                continue;
+            };
+            if let Some(other) = owners.insert(address, name) {
                 findings.push(warned(
                     format!("nodes {other} and {name} both have the data_address {address}"),
                     "ip -br address  # on both: give each its own in /etc/shorthorn/agent.toml".to_owned(),

@@ -96,7 +96,7 @@ impl Example {
         agent.info = Some(AgentInfo {
             name: node.to_owned(),
             version: VERSION.to_owned(),
-            data_address: format!("10.0.0.{}", node.as_bytes()[0]),
+            data_address: Some(format!("10.0.0.{}", node.as_bytes()[0])),
             frontends: vec![ublk],
             feature_level: 1,
             ..AgentInfo::default()

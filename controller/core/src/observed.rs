@@ -213,8 +213,8 @@ pub struct AgentInfo {
     pub name: String,
     /// The release of the agent.
     pub version: String,
-    /// The address by which other nodes reach its replicas; empty if they cannot.
-    pub data_address: String,
+    /// The address by which other nodes reach its replicas; none if they cannot.
+    pub data_address: Option<String>,
     /// The zone, whose nodes may fail together, if one is configured.
     pub zone: Option<String>,
     /// The frontends that it knows.

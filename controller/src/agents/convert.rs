@@ -23,7 +23,7 @@ pub(super) fn info(info: v1::NodeInfo) -> AgentInfo {
     AgentInfo {
         name: info.name,
         version: info.version,
-        data_address: info.data_address,
+        data_address: nonempty(info.data_address),
         zone: nonempty(info.zone),
         frontends: frontends.collect(),
         max_volumes: Some(info.max_volumes).filter(|max_volumes| *max_volumes > 0),

@@ -50,7 +50,7 @@ impl Api {
         Ok(v1::NodeDetail {
             node: Some(messages::node(&cluster, &agents, node)),
             frontends: frontends.collect(),
-            data_address: node.status.data_address.clone(),
+            data_address: node.status.data_address.clone().unwrap_or_default(),
             max_volumes: node.status.max_volumes.unwrap_or_default(),
             warnings: info.map(|info| info.warnings.clone()).unwrap_or_default(),
             feature_level: info.map(|info| info.feature_level).unwrap_or_default(),

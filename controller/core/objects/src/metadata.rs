@@ -59,9 +59,9 @@ impl fmt::Display for Key {
 pub struct Metadata {
     /// Unique within the kind.
     pub name: String,
-    /// The uid, which distinguishes it from other objects of the name, if the store has uids; else empty.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub uid: String,
+    /// The uid, which distinguishes it from other objects of the name, if the store has uids.
+    #[serde(default, with = "shorthorn_types::optional::text", skip_serializing_if = "Option::is_none")]
+    pub uid: Option<String>,
     /// The version that the store raises at every write and compares with the stored one; 0 if not stored
     /// yet.
     pub resource_version: u64,
@@ -81,7 +81,7 @@ impl Metadata {
     pub fn new(name: impl Into<String>, now: Timestamp) -> Metadata {
         Metadata {
             name: name.into(),
-            uid: String::new(),
+            uid: None,
             resource_version: 0,
             generation: None,
             creation_timestamp: now,
@@ -111,5 +111,18 @@ mod tests {
         let written = serde_json::to_value(&counted).unwrap();
         assert_eq!(written["generation"], 4);
         assert_eq!(serde_json::from_value::<Metadata>(written).unwrap(), counted);
+    }
+
+    #[test]
+    fn the_uid_of_a_store_without_uids_is_not_written_and_an_empty_one_is_none() {
+        let new = Metadata::new("v", Timestamp::UNIX_EPOCH);
+        let mut written = serde_json::to_value(&new).unwrap();
+        assert!(written.get("uid").is_none(), "{written}");
+        written["uid"] = "".into();
+        assert_eq!(serde_json::from_value::<Metadata>(written).unwrap(), new);
+        let known = Metadata { uid: Some("u".to_owned()), ..new };
+        let written = serde_json::to_value(&known).unwrap();
+        assert_eq!(written["uid"], "u");
+        assert_eq!(serde_json::from_value::<Metadata>(written).unwrap(), known);
     }
 }

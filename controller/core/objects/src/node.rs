@@ -110,8 +110,9 @@ pub struct NodeStatus {
     #[serde(default)]
     pub version: String,
     /// The address by which other nodes reach its replicas; empty if they cannot.
-    #[serde(default)]
-    pub data_address: String,
+    #[serde(default, with = "shorthorn_types::optional::text")]
+    #[schemars(with = "String")]
+    pub data_address: Option<String>,
     /// The maximum number of volumes that CSI attaches to the node; 0: no limit.
     #[serde(default, with = "shorthorn_types::optional::count")]
     #[schemars(with = "u32")]

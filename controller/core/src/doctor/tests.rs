@@ -86,13 +86,13 @@ fn each_check_finds_its_problem_and_names_the_remedy() {
         &["ublk: no module", "modprobe"],
     );
     assert_ill(
-        |example| example.info("a").data_address.clear(),
+        |example| example.info("a").data_address = None,
         "data-addresses",
         Failed,
         &["data_interface"],
     );
     assert_ill(
-        |example| example.info("b").data_address = "10.0.0.97".to_owned(),
+        |example| example.info("b").data_address = Some("10.0.0.97".to_owned()),
         "data-addresses",
         Warned,
         &["a and b both have"],

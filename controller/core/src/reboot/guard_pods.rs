@@ -218,7 +218,7 @@ mod tests {
         let (mut cluster, mut kubernetes) = (ClusterState::default(), KubernetesCluster::default());
         for (at, node) in nodes.into_iter().enumerate() {
             let mut object = Node::new(node, Timestamp::UNIX_EPOCH);
-            object.metadata.uid = format!("u{at}");
+            object.metadata.uid = Some(format!("u{at}"));
             cluster.insert(object.into());
             if node != "not-in-kubernetes" {
                 kubernetes.machines.insert(format!("m{at}"), Machine::default());

@@ -35,7 +35,7 @@ impl Controller {
             name: node.name.to_string(),
             version: "1".to_owned(),
             zone: None,
-            data_address: "10.0.0.1".to_owned(),
+            data_address: Some("10.0.0.1".to_owned()),
             frontends: vec![FrontendStatus { name: Frontend::Ublk, usable: true, reason: String::new() }],
             max_volumes: None,
             feature_level: 0,

@@ -93,7 +93,7 @@ async fn store() -> Arc<dyn Store> {
     let store = MemoryStore::new();
     let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };
     let mut volume = wanted.sketch(Secret::new([1; 32]), Timestamp::UNIX_EPOCH).unwrap();
-    volume.metadata.uid = "uid-v".to_owned();
+    volume.metadata.uid = Some("uid-v".to_owned());
     store.put(volume.into()).await.unwrap();
     Arc::new(store)
 }

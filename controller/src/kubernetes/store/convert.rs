@@ -80,7 +80,7 @@ fn metadata(stored: &ObjectMeta) -> Result<Metadata, ConvertError> {
     let time = |time: &Time| time.0;
     Ok(Metadata {
         name: stored.name.clone().ok_or(ConvertError::Lacks("name"))?,
-        uid: stored.uid.clone().unwrap_or_default(),
+        uid: stored.uid.clone().filter(|uid| !uid.is_empty()),
         resource_version: version(stored.resource_version.as_deref())?,
         generation: generation(stored),
         creation_timestamp: stored

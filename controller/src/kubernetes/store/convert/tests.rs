@@ -19,7 +19,7 @@ fn keys() -> VolumeKeys {
 
 fn meta(name: &str) -> Metadata {
     Metadata {
-        uid: UID.to_owned(),
+        uid: Some(UID.to_owned()),
         resource_version: 7,
         deletion_timestamp: Some("2026-02-03T04:05:06Z".parse().unwrap()),
         ..Metadata::new(name, "2026-01-02T03:04:05Z".parse().unwrap())
@@ -205,7 +205,7 @@ fn full_node() -> Node {
             max_volumes: Some(9),
             conditions: conditions(now()),
             version: "1".to_owned(),
-            data_address: "10.0.0.1".to_owned(),
+            data_address: Some("10.0.0.1".to_owned()),
             zone: Some("y".parse().unwrap()),
             frontends: vec![FrontendStatus { name: Frontend::Ublk, usable: true, reason: "r".to_owned() }],
             free_space: "f".to_owned(),
