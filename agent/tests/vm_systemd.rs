@@ -178,7 +178,7 @@ async fn refuse_while_in_use(engine: &v1::Instance, client: &mut NodeClient<Chan
     assert!(lives(pid(engine)));
     sh("umount /mnt");
     let devices = client.list_devices(v1::ListDevicesRequest {}).await.unwrap().into_inner().devices;
-    assert_eq!((devices.len(), devices[0].state.as_str()), (1, "live"), "{devices:?}");
+    assert_eq!((devices.len(), devices[0].shown_state()), (1, "live"), "{devices:?}");
     assert!(Path::new(&devices[0].kernel_path).exists(), "{devices:?}");
 }
 

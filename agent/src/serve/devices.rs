@@ -7,32 +7,9 @@ use shorthorn_api::v1;
 use shorthorn_frontend::FrontendError;
 use shorthorn_frontend::node::{self, DeviceNode, DeviceNumber};
 use shorthorn_linux::block_device;
+use shorthorn_types::status::DeviceState;
 
 use crate::serve::error::NodeError;
-
-/// The state of a device node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DeviceState {
-    /// The device exists, and its engine runs.
-    Live,
-    /// The device exists. Its engine does not run, and may take the device over again.
-    Recovering,
-    /// The device does not exist any more.
-    Stale,
-}
-
-impl DeviceState {
-    pub const ALL: [DeviceState; 3] = [DeviceState::Live, DeviceState::Recovering, DeviceState::Stale];
-
-    /// Returns the word of node.proto and of metrics.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            DeviceState::Live => "live",
-            DeviceState::Recovering => "recovering",
-            DeviceState::Stale => "stale",
-        }
-    }
-}
 
 /// Returns all of them. `has_engine` is true for a volume whose engine runs.
 ///
@@ -56,8 +33,9 @@ fn show(device_dir: &Path, node: &DeviceNode, has_engine: bool) -> v1::Device {
         major: node.device.major,
         minor: node.device.minor,
         size_bytes: block_device::size_by_number(node.device).ok().flatten().unwrap_or_default(),
-        state: state.as_str().to_owned(),
+        ..v1::Device::default()
     }
+    .with_state(state)
 }
 
 fn kernel_path(device: DeviceNumber) -> Option<String> {

@@ -15,11 +15,12 @@ use shorthorn_api::v1::{self, InstanceKind, InstanceState};
 use shorthorn_control::{EnginePhase, IoCounters, MemberMode};
 use shorthorn_metrics::{MetricsPage, MetricsSource};
 use shorthorn_types::VolumeName;
+use shorthorn_types::status::DeviceState;
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 
 use crate::serve::csi::DriverState;
-use crate::serve::devices::{self, DeviceState};
+use crate::serve::devices;
 use crate::serve::disks::Disks;
 use crate::serve::instance::{Table, io_counters};
 use crate::serve::tls::NodeTls;
@@ -332,9 +333,9 @@ fn show_disks(disks: &[v1::Disk], page: &mut MetricsPage) {
 fn show_devices(devices: &[v1::Device], page: &mut MetricsPage) {
     let gauges = page
         .gauges("shorthorn_agent_devices", "Device nodes of volumes on this node; stale ones have no device");
-    for state in DeviceState::ALL.map(DeviceState::as_str) {
-        let count = devices.iter().filter(|device| device.state == state).count();
-        gauges.set(&[("state", state)], number(count));
+    for state in DeviceState::ALL {
+        let count = devices.iter().filter(|device| device.known_state() == Some(state)).count();
+        gauges.set(&[("state", state.as_str())], number(count));
     }
 }
 
@@ -403,8 +404,9 @@ mod tests {
         let disk =
             v1::Disk { path: "/d".into(), available_bytes: 7, problem: "full".into(), ..v1::Disk::default() };
         show_disks(&[disk], &mut page);
-        let device = |state: &str| v1::Device { state: state.to_owned(), ..v1::Device::default() };
-        show_devices(&["live", "recovering", "recovering", "stale"].map(device), &mut page);
+        let states =
+            [DeviceState::Live, DeviceState::Recovering, DeviceState::Recovering, DeviceState::Stale];
+        show_devices(&states.map(|state| v1::Device::default().with_state(state)), &mut page);
         show_registration(true, &mut page);
         show_certificate(7, &mut page);
         show_answer(true, &mut page);

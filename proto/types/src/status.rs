@@ -12,8 +12,8 @@ use serde::{Deserialize, Serialize};
 use crate::{Generation, Members, ReplicaId, ReplicaReport, View, VolumeName, generation};
 
 pub use enums::{
-    CheckOutcome, CurrentState, DataLocality, DataLocalityError, DesireState, Frontend, FrontendError,
-    Robustness, RollOverPhase, VolumeState,
+    CheckOutcome, CurrentState, DataLocality, DataLocalityError, DesireState, DeviceState, Frontend,
+    FrontendError, Robustness, RollOverPhase, VolumeState,
 };
 
 /// The progress of an engine from its start to its service.

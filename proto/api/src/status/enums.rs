@@ -1,7 +1,7 @@
-//! The words of volumes, engines, replicas and certificates as enums of the .proto files.
+//! The words of volumes, engines, replicas, devices and certificates as enums of the .proto files.
 
 use shorthorn_types::status::{
-    CheckOutcome, CurrentState, DataLocality, DesireState, Frontend, FrontendError, Robustness,
+    CheckOutcome, CurrentState, DataLocality, DesireState, DeviceState, Frontend, FrontendError, Robustness,
     RollOverPhase, VolumeState,
 };
 
@@ -42,6 +42,7 @@ converts! {
     CurrentState { Stopped, Starting, Running, Stopping, Error, Unknown }
     CheckOutcome { Passed, Warned, Failed }
     RollOverPhase { Idle, Distributing, Reissuing }
+    DeviceState { Live, Recovering, Stale }
 }
 
 /// Gives messages with such a field their typed accessors.
@@ -122,6 +123,9 @@ has_words! {
     TlsState {
         phase, phase_word: RollOverPhase, known_phase, shown_phase, with_phase;
     }
+    Device {
+        state, state_word: DeviceState, known_state, shown_state, with_state;
+    }
 }
 
 /// Gives requests with a choice of the frontend their typed accessor.
@@ -186,6 +190,13 @@ mod tests {
         frontend: String,
     }
 
+    /// A device of release 0.1.0.
+    #[derive(Clone, PartialEq, Message)]
+    struct FirstDevice {
+        #[prost(string, tag = "7")]
+        state: String,
+    }
+
     fn sent<T: Message + Default>(message: &impl Message) -> T {
         T::decode(message.encode_to_vec().as_slice()).unwrap()
     }
@@ -226,6 +237,19 @@ mod tests {
         let read: v1::Replica = sent(&old);
         assert_eq!(read.known_desire_state(), Some(DesireState::Running));
         assert_eq!(read.known_current_state(), Some(CurrentState::Error));
+    }
+
+    #[test]
+    fn states_of_devices_read_back_in_both_releases() {
+        for (state, word) in DeviceState::ALL.into_iter().zip(["live", "recovering", "stale"]) {
+            let device = v1::Device::default().with_state(state);
+            assert_eq!(sent::<v1::Device>(&device).known_state(), Some(state));
+            let old: FirstDevice = sent(&device);
+            assert_eq!(old.state, word);
+            let read: v1::Device = sent(&old);
+            assert_eq!((read.known_state(), read.shown_state()), (Some(state), word));
+        }
+        assert_eq!(v1::Device::default().known_state(), None);
     }
 
     #[test]

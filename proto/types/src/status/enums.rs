@@ -1,5 +1,4 @@
-//! The words of volumes, engines, replicas and certificates, for stored objects and for messages of the
-//! controller.
+//! The words of volumes, engines, replicas, devices and certificates, for stored objects and for messages.
 
 use std::fmt;
 use std::str::FromStr;
@@ -79,6 +78,11 @@ has_words! {
         Idle => "idle",
         Distributing => "distributing",
         Reissuing => "reissuing",
+    }
+    DeviceState {
+        Live => "live",
+        Recovering => "recovering",
+        Stale => "stale",
     }
 }
 
@@ -245,6 +249,22 @@ pub enum RollOverPhase {
     Distributing,
     /// The new CA signs; certificates of the old one are replaced.
     Reissuing,
+}
+
+/// The state of the device node of a volume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceState {
+    /// The device exists, and its engine runs.
+    Live,
+    /// The device exists. Its engine does not run, and may take the device over again.
+    Recovering,
+    /// The device does not exist any more.
+    Stale,
+}
+
+impl DeviceState {
+    /// All states.
+    pub const ALL: [DeviceState; 3] = [DeviceState::Live, DeviceState::Recovering, DeviceState::Stale];
 }
 
 impl fmt::Display for RollOverPhase {
