@@ -57,6 +57,29 @@ pub fn explain(
     explainer.explanation
 }
 
+/// The health of a volume that its engine serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ServedHealth {
+    /// No replica has some of the data sound.
+    Damaged,
+    /// Requests wait for a member.
+    Slow,
+    Healthy,
+    /// A replica is missing.
+    Degraded,
+}
+
+impl ServedHealth {
+    const fn as_str(self) -> &'static str {
+        match self {
+            ServedHealth::Damaged => "damaged",
+            ServedHealth::Slow => "slow",
+            ServedHealth::Healthy => "healthy",
+            ServedHealth::Degraded => "degraded",
+        }
+    }
+}
+
 struct Explainer<'a> {
     name: &'a str,
     cluster: &'a ClusterState,
@@ -254,17 +277,18 @@ impl Explainer<'_> {
             return;
         }
         let is_slow = engine.status.replica_mode_map.values().any(|member| member.awaited);
-        let word = match members >= wanted {
-            _ if engine.status.damaged_ranges > 0 => "damaged",
-            true if is_slow => "slow",
-            true => "healthy",
-            false => "degraded",
+        let health = match members >= wanted {
+            _ if engine.status.damaged_ranges > 0 => ServedHealth::Damaged,
+            true if is_slow => ServedHealth::Slow,
+            true => ServedHealth::Healthy,
+            false => ServedHealth::Degraded,
         };
-        self.explanation.healthy = word == "healthy";
+        self.explanation.healthy = health == ServedHealth::Healthy;
         self.say(format!(
-            "Volume {} is {word}: it is served on node {node}, and {members} of {wanted} replicas are \
+            "Volume {} is {}: it is served on node {node}, and {members} of {wanted} replicas are \
              complete.",
-            self.name
+            self.name,
+            health.as_str()
         ));
         if engine.status.damaged_ranges > 0 {
             self.explain_damage(engine, node);
