@@ -22,7 +22,7 @@ use crate::intent::WriteIntent;
 use crate::job::{Job, Jobs};
 use crate::marks::Marks;
 use crate::membership::{Membership, MembershipStep, PeerIndex, PeerMask, PeerState};
-use crate::rebuild::Rebuilds;
+use crate::rebuild_end::Rebuilds;
 use crate::replica_timeouts::ReplicaTimeouts;
 use crate::resync::Resync;
 use crate::scrub::{Scrub, ScrubCandidates};

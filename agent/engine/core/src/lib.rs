@@ -50,7 +50,7 @@ mod job;
 mod marks;
 mod membership;
 mod ranges;
-mod rebuild;
+mod rebuild_end;
 mod replica_timeouts;
 mod request;
 mod resync;

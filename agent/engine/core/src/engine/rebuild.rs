@@ -1,5 +1,5 @@
 //! Brings replicas outside the view back: counts the regions that they miss ([`crate::absent`]), rebuilds
-//! them, and makes them members ([`crate::rebuild`]).
+//! them, and makes them members ([`crate::rebuild_end`]).
 
 use shorthorn_types::{ByteRange, RegionSet};
 
@@ -10,7 +10,7 @@ use crate::job::Job;
 use crate::marks::MarkFor;
 use crate::membership::{PeerConfig, PeerIndex, PeerMask, PeerState};
 use crate::ranges::RangeAccess;
-use crate::rebuild::FinalStep;
+use crate::rebuild_end::FinalStep;
 use crate::slot::SlotId;
 
 impl EngineCore {
