@@ -1,3 +1,4 @@
+mod acknowledge;
 mod clearing;
 mod copy;
 mod expand;
@@ -36,8 +37,8 @@ use crate::wake::Wake;
 /// It is composed of parts. Each has its own state, rules and tests, in a module of the crate. The methods
 /// of the core route events to the parts and write the outputs. If a rule needs two parts, the core passes
 /// one to the other. The modules below this one have the methods by topic. `requests` has those for requests
-/// of the frontend, and `copy` those for the copy slots. The others have those for the part or event in their
-/// name.
+/// of the frontend, `acknowledge` those for their completion, and `copy` those for the copy slots. The others
+/// have those for the part or event in their name.
 #[derive(Debug)]
 pub struct EngineCore {
     /// See [`CoreConfig::verify_reads`].
