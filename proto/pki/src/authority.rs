@@ -153,7 +153,8 @@ impl Authority {
         if head.format != FORMAT {
             return Err(AuthorityError::Format(head.format));
         }
-        let authority: Authority = serde_json::from_slice(text).map_err(failed)?;
+        let mut authority: Authority = serde_json::from_slice(text).map_err(failed)?;
+        authority.revoke_all(names_no_node_can_have(text).map_err(failed)?);
         for signer in authority.signers.trusted() {
             let public = signer.key()?.public();
             let parsed = x509_parser::parse_x509_certificate(&signer.der()?)
@@ -396,6 +397,18 @@ impl Authority {
         }
     }
 
+    /// Revokes certificates of which no record is kept. If a trust list lacks room for all, the first ones
+    /// count.
+    fn revoke_all(&mut self, certificates: Vec<Revoked>) {
+        let room = REVOKED_MAX.saturating_sub(self.revoked.len());
+        let new: Vec<Revoked> =
+            certificates.into_iter().filter(|new| !self.is_revoked(&new.serial)).take(room).collect();
+        if !new.is_empty() {
+            self.version += 1;
+            self.revoked.extend(new);
+        }
+    }
+
     /// Has everybody take the trust list again.
     pub(crate) fn raise_version(&mut self) {
         self.version += 1;
@@ -500,18 +513,19 @@ fn role_text<S: Serializer>(role: &Role, serializer: S) -> Result<S::Ok, S::Erro
     serializer.collect_str(role)
 }
 
-/// Reads stored records, except those of names that no node can have. Earlier releases signed `a..b` for a
-/// client that was not an agent. No peer accepts such a certificate any more.
+/// A record as it is stored, whose role may be that of an impossible name.
+#[derive(Deserialize)]
+struct StoredRecord {
+    serial: Serial,
+    role: String,
+    not_after: u64,
+    signer: Pin,
+}
+
+/// Reads stored records, except those of names that no node can have: see [`names_no_node_can_have`].
 fn records<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Issued>, D::Error> {
-    #[derive(Deserialize)]
-    struct Stored {
-        serial: Serial,
-        role: String,
-        not_after: u64,
-        signer: Pin,
-    }
     let mut records = Vec::new();
-    for Stored { serial, role, not_after, signer } in Vec::<Stored>::deserialize(deserializer)? {
+    for StoredRecord { serial, role, not_after, signer } in Vec::deserialize(deserializer)? {
         match role.parse::<Role>() {
             Ok(role) => records.push(Issued { serial, role, not_after, signer }),
             Err(NameError::Node(_)) => {}
@@ -519,6 +533,18 @@ fn records<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Issued>, D:
         }
     }
     Ok(records)
+}
+
+/// Returns the certificates of names that no node can have. Earlier releases signed `a..b` for a client that
+/// was not an agent. Peers of these releases accept such a certificate unless it is revoked.
+fn names_no_node_can_have(text: &[u8]) -> serde_json::Result<Vec<Revoked>> {
+    #[derive(Deserialize)]
+    struct Records {
+        issued: Vec<StoredRecord>,
+    }
+    let impossible = |record: &StoredRecord| matches!(record.role.parse::<Role>(), Err(NameError::Node(_)));
+    let records = serde_json::from_slice::<Records>(text)?.issued.into_iter().filter(impossible);
+    Ok(records.map(|record| Revoked { serial: record.serial, not_after: record.not_after }).collect())
 }
 
 #[cfg(test)]

@@ -203,16 +203,22 @@ fn a_node_joins_once_by_token_and_only_under_its_name() {
 }
 
 #[test]
-fn a_record_of_a_name_that_no_node_can_have_is_dropped() {
+fn a_certificate_of_a_name_that_no_node_can_have_is_revoked() {
     let mut authority = authority();
     for name in ["a", "b"] {
         authority.issue(&node(name), at(0)).unwrap();
     }
     let stored = String::from_utf8(authority.to_json().unwrap()).unwrap();
     let with = |role: &str| Authority::from_json(stored.replace("\"node/b\"", role).as_bytes());
-    let roles: Vec<Role> =
-        with("\"node/a..b\"").unwrap().issued().iter().map(|issued| issued.role.clone()).collect();
+    let read = with("\"node/a..b\"").unwrap();
+    let roles: Vec<Role> = read.issued().iter().map(|issued| issued.role.clone()).collect();
     assert_eq!(roles, [node("a")]);
+    let serial = &authority.issued()[1].serial;
+    assert_eq!(read.revoked().iter().map(|revoked| &revoked.serial).collect::<Vec<_>>(), [serial]);
+    let version = |authority: &Authority| authority.trust().unwrap().version();
+    assert_eq!(version(&read), version(&authority) + 1);
+    let again = Authority::from_json(&read.to_json().unwrap()).unwrap();
+    assert_eq!((again.revoked(), version(&again)), (read.revoked(), version(&read)), "once");
     assert_eq!(with("\"node/b\"").unwrap().issued().len(), 2);
     assert!(matches!(with("\"king/b\""), Err(AuthorityError::Stored(_))));
 }
