@@ -30,7 +30,7 @@ demo: demo-build ## a replicated volume in a virtual machine that survives kills
 SURROUNDINGS_LOG := $(TARGET_DIR)/surroundings.log
 test: setup ## every test: units, properties, processes, virtual machines
 	@mkdir -p $(TARGET_DIR)
-	@$(MAKE) surroundings >$(SURROUNDINGS_LOG) 2>&1 & surroundings=$$!; \
+	@nice $(MAKE) surroundings >$(SURROUNDINGS_LOG) 2>&1 & surroundings=$$!; \
 		$(MAKE) first-stage; status=$$?; \
 		echo "make test: waiting for the API server, the image and the book; their log is $(SURROUNDINGS_LOG)"; \
 		wait $$surroundings || { status=1; cat $(SURROUNDINGS_LOG); }; \
