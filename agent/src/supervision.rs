@@ -1,6 +1,6 @@
 //! The common parts of both supervisors of engines and replicas: `run`, and `serve` without systemd.
 //!
-//! [`Lifecycle`] decides for both when a process is started, stopped and killed. Its two callers stay separate.
+//! [`Lifecycle`] decides for both when a process is started, stopped and killed. Its callers stay separate.
 //! `run` starts its children on its main thread, because they may ask for a signal at the end of their
 //! parent. They end with it. The processes of `serve` outlive it, and the next one finds them.
 

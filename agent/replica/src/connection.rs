@@ -179,7 +179,7 @@ pub(crate) mod tests {
         connection.send(&response, None, 3).unwrap();
         assert!(!connection.receive_data(5, Arena::new(1, 4096).unwrap().buf(0)), "nothing has come");
         let mut slots = Vec::new();
-        assert!(!connection.give_up_slots(&mut slots) && slots.is_empty(), "it is not over");
+        assert!(!connection.give_up_slots(&mut slots) && slots.is_empty(), "the connection is not over");
         connection.end();
         assert!(connection.is_over() && connection.give_up_slots(&mut slots));
         assert_eq!((slots, connection.take_receiving()), (vec![3, 5], None));

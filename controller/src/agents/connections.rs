@@ -62,12 +62,12 @@ impl Connections {
         self.by_node().keys().cloned().collect()
     }
 
-    /// Returns the number of connections.
+    /// Returns the number of nodes that have one.
     pub(super) fn count(&self) -> usize {
         self.by_node().len()
     }
 
-    /// Returns true if the connection of `node` goes to that address.
+    /// Returns true if the connection of `node` has that address.
     pub(super) fn is_to(&self, node: &NodeName, url: &ServerUrl) -> bool {
         self.by_node().get(node).is_some_and(|connection| connection.url == *url)
     }

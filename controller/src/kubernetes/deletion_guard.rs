@@ -399,8 +399,8 @@ mod tests {
             let refused = deleted(resource, &name, &volumes);
             assert!(
                 refused.len() == 2
-                    && refused[0].contains("volume v is there")
-                    && refused[1].contains("volume w is there"),
+                    && refused[0].contains("volume v exists")
+                    && refused[1].contains("volume w exists"),
                 "{name}: {refused:?}"
             );
             assert_eq!(deleted(resource, &name, &[]), Vec::<String>::new(), "{name} without volumes");

@@ -3,7 +3,7 @@
 macro_rules! checked_text {
     ($name:ident, $error:ty) => {
         impl $name {
-            /// Returns the text.
+            /// Returns the text that `new` has checked.
             #[must_use]
             pub fn as_str(&self) -> &str {
                 &self.0

@@ -38,7 +38,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn bytes_come_back(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
+        fn digits_are_parsed_to_the_same_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
             let text = hex(&bytes);
             prop_assert_eq!(text.len(), 2 * bytes.len());
             prop_assert_eq!(from_hex(&text), Some(bytes));

@@ -109,7 +109,7 @@ impl BackgroundSums {
 /// The choice of regions.
 impl BackgroundSums {
     /// Looks for regions to sum, and begins with them. Returns true if the set of unsummed regions has to be
-    /// written: nothing is left to be summed now, and regions were summed since the last time.
+    /// written. That is so if nothing is left to be summed now, and regions were summed since the last time.
     pub fn begin(&mut self, intent_log: &mut WriteIntentLog, store: &Store, io: &RequestIo) -> bool {
         if store.is_copying() {
             self.sum_soon();

@@ -59,7 +59,7 @@ impl<'a> LayerRepair<'a> {
         self.range
     }
 
-    /// Returns the pages of sums that the end of the sums of the piece affects: sums end by region, and a
+    /// Returns the pages of sums that the end of the sums of the piece affects. Sums end by region, and a
     /// region may have several pages.
     pub fn pages(&self, regions: Regions) -> Range<u64> {
         let ends = regions.bytes(regions.touched(self.range));

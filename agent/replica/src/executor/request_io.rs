@@ -55,14 +55,14 @@ impl RequestIo {
         self.buffers.touch(slot, piece);
     }
 
-    /// Frees the slot.
+    /// Ends the request of the slot: its number and its buffer can be used again.
     pub fn free(&mut self, slot: u16) {
         self.requests.free(slot);
         self.buffers.free(slot);
     }
 
-    /// Releases the memory of all slots of requests, which have been free for a while. The slot for sums keeps
-    /// its memory while regions are being summed.
+    /// Releases the memory of all slots of requests after they have been free for a while. The slot for sums
+    /// keeps its memory while regions are being summed.
     pub fn release_memory(&mut self, is_summing: bool) {
         self.buffers.release_all();
         if !is_summing {

@@ -31,7 +31,7 @@ pub struct WantedGuardPod {
     pub message: String,
 }
 
-/// An existing guard pod.
+/// A guard pod that the API server has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ExistingGuardPod {
     /// The uid of its Node object.

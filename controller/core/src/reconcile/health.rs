@@ -142,7 +142,7 @@ fn said(status: &StoredEngineStatus) -> &str {
 
 /// The decision on starting the engine now.
 pub(super) enum StartReadiness {
-    /// Start with these replicas.
+    /// Enough replicas run: the engine gets their addresses.
     Ready(BTreeMap<ReplicaId, ReplicaTarget>),
     /// The start has to wait: the rest of the time limit, and the missing replicas.
     Wait(Duration, String),

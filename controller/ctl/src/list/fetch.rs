@@ -24,7 +24,7 @@ pub struct Order {
     pub watch: bool,
 }
 
-/// The options of a list.
+/// The choice, order and number of the objects that a command prints.
 #[derive(Clone, Debug, Default, Args)]
 pub struct ListOptions {
     #[command(flatten)]

@@ -263,7 +263,7 @@ pub enum DeviceState {
 }
 
 impl DeviceState {
-    /// All states.
+    /// Every state that metrics count.
     pub const ALL: [DeviceState; 3] = [DeviceState::Live, DeviceState::Recovering, DeviceState::Stale];
 }
 

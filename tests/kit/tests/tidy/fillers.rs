@@ -62,7 +62,7 @@ fn openings_around(source: &Source, at: usize) -> Vec<&str> {
     found
 }
 
-/// Returns doc comments of one line that have no other word than those of the item below them, of its type,
+/// Returns doc comments of one line that only repeat names. These are of the item below them, of its type,
 /// and of the variant and the type around it.
 pub fn fillers(source: &Source) -> Vec<String> {
     let mut found = Vec::new();
