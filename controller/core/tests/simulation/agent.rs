@@ -1,11 +1,12 @@
-//! A simulated agent: instances that take time, directories, and a fence.
+//! A simulated agent: the rules by which it answers the calls of a controller. progress.rs has the engines on
+//! it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use shorthorn_controller_core::objects::{EnginePhase, MemberMode};
 use shorthorn_controller_core::observed::{
-    Detail, EngineStatus, GrantWanted, Instance, InstanceKey, InstanceKind, InstanceState, MemberStatus,
-    ObservedEngine, ObservedReplica,
+    Detail, EngineStatus, GrantWanted, Instance, InstanceKey, InstanceState, MemberStatus, ObservedEngine,
+    ObservedReplica,
 };
 use shorthorn_controller_core::{AgentCall, NodeName, StartEngine, StartReplica};
 use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewId};
@@ -34,7 +35,7 @@ impl Views {
         self.fences.remove(replica);
     }
 
-    fn fence(&mut self, replica: &str, attach: u64) {
+    pub fn fence(&mut self, replica: &str, attach: u64) {
         let fence = self.fences.entry(replica.to_owned()).or_default();
         *fence = attach.max(*fence);
     }
@@ -57,7 +58,8 @@ pub struct SimAgent {
     pub instances: BTreeMap<InstanceKey, Instance>,
     /// Names of the replica directories.
     pub directories: BTreeSet<String>,
-    pub device_used: bool,
+    /// The user of all devices, which keeps their engines from being stopped.
+    pub in_use: Option<String>,
     /// Instances that a call made which its caller had given up.
     pub strays: BTreeSet<InstanceKey>,
     /// The size that each engine has got, by attachment.
@@ -74,7 +76,7 @@ impl SimAgent {
             name,
             instances: BTreeMap::new(),
             directories: BTreeSet::new(),
-            device_used: false,
+            in_use: None,
             strays: BTreeSet::new(),
             sizes: BTreeMap::new(),
             maps: BTreeMap::new(),
@@ -133,13 +135,16 @@ impl SimAgent {
     ) -> Result<(), String> {
         if !self.directories.contains(&key.name) {
             if !start.create {
-                return Err("the directory is missing".to_owned());
+                return Err(format!("the directory of {} is missing", key.name));
             }
             self.directories.insert(key.name.clone());
-            let members = Members::new(start.first_members.iter().copied()).unwrap();
-            let first = View { id: ViewId { generation: Generation::NEVER, number: 0 }, members };
-            views.stored.insert(key.name.clone(), first);
+            views.stored.remove(&key.name);
         }
+        // A directory out of the trash has no view here, either.
+        views.stored.entry(key.name.clone()).or_insert_with(|| {
+            let members = Members::new(start.first_members.iter().copied()).unwrap();
+            View { id: ViewId { generation: Generation::NEVER, number: 0 }, members }
+        });
         self.start(key, Detail::Replica(ObservedReplica::default()), late, events);
         Ok(())
     }
@@ -218,15 +223,17 @@ impl SimAgent {
             if attach.is_some() && engine.attach > attach {
                 return Ok(());
             }
-            if self.device_used && engine.phase() != Some(EnginePhase::Stopped) {
-                return Err("the device is in use".to_owned());
+            if let Some(by) = &self.in_use
+                && engine.phase() != Some(EnginePhase::Stopped)
+            {
+                return Err(format!("the device is in use by {by}"));
             }
         }
         self.gone(key, events);
         Ok(())
     }
 
-    fn set(&mut self, key: InstanceKey, instance: Instance, events: &mut Vec<Event>) {
+    pub fn set(&mut self, key: InstanceKey, instance: Instance, events: &mut Vec<Event>) {
         self.instances.insert(key.clone(), instance.clone());
         events.push(Event::Set(key, Box::new(instance)));
     }
@@ -236,6 +243,13 @@ impl SimAgent {
         self.strays.remove(key);
         self.maps.remove(key);
         events.push(Event::Gone(key.clone()));
+    }
+
+    /// Restarts the node: every process is gone, every directory stays.
+    pub fn restart(&mut self, events: &mut Vec<Event>) {
+        self.in_use = None;
+        let all: Vec<InstanceKey> = self.instances.keys().cloned().collect();
+        all.iter().for_each(|key| self.gone(key, events));
     }
 
     /// Returns the engine of that attachment, if it is here.
@@ -301,215 +315,31 @@ impl SimAgent {
         self.set(key.clone(), instance, events);
         Ok(())
     }
-
-    /// Makes progress: starting processes begin to serve, and engines rebuild running replicas, as `runs`
-    /// says. Committed views are put into `views`.
-    pub fn progress(&mut self, runs: &BTreeSet<String>, views: &mut Views, events: &mut Vec<Event>) {
-        for (key, mut instance) in self.instances.clone() {
-            let before = instance.clone();
-            match &mut instance.detail {
-                Detail::Replica(observed) if instance.state == InstanceState::Starting => {
-                    instance.state = InstanceState::Running;
-                    observed.addresses = vec![format!("tcp:{}:{}", self.name, key.name)];
-                }
-                Detail::Replica(_) => {}
-                Detail::Engine(engine) => {
-                    let attach = attach_of(engine);
-                    let status = status_of(engine);
-                    let takes = |name: &&String| !views.refuses(name, attach);
-                    let usable: BTreeSet<String> = runs.iter().filter(takes).cloned().collect();
-                    let here = |id: &ReplicaId| usable.contains(&format!("{}-{id}", key.name));
-                    if instance.state == InstanceState::Starting {
-                        if !start_up(status, &key.name, here, views) {
-                            continue;
-                        }
-                        instance.state = InstanceState::Running;
-                    } else {
-                        lose_missing(status, &key.name, here, views);
-                        start_serving(status, &key.name, here, views);
-                    }
-                    status.endpoint = Some(format!("/dev/longhorn/{}", key.name).into());
-                    engine.size_bytes = self.sizes.get(&(key.clone(), attach)).copied();
-                }
-            }
-            if instance != before {
-                self.set(key, instance, events);
-            }
-        }
-    }
-
-    /// Fences engines older than `attach`: the replicas have seen a newer one, and an older one stops for
-    /// good.
-    pub fn fence(&mut self, volume: &str, newest: u64, events: &mut Vec<Event>) {
-        let key = InstanceKey { kind: InstanceKind::Engine, name: volume.to_owned() };
-        let Some(instance) = self.instances.get(&key) else { return };
-        let Detail::Engine(engine) = &instance.detail else { return };
-        if attach_of(engine) < newest && engine.phase() != Some(EnginePhase::Stopped) {
-            let mut engine = engine.clone();
-            status_of(&mut engine).phase = EnginePhase::Stopped;
-            let message = Some("fenced by a newer engine".to_owned());
-            let fenced = Instance { state: InstanceState::Error, message, detail: Detail::Engine(engine) };
-            self.set(key, fenced, events);
-        }
-    }
-
-    /// Removes one member from the view of an engine here. More than half continue, half ask the arbiter,
-    /// fewer freeze.
-    pub fn fail_member(&mut self, which: usize, views: &mut Views, events: &mut Vec<Event>) {
-        let engines = self.instances.iter().filter(|(key, _)| key.kind == InstanceKind::Engine);
-        let engines: Vec<_> = engines.map(|(key, instance)| (key.clone(), instance.clone())).collect();
-        let Some((key, mut instance)) = engines.get(which % engines.len().max(1)).cloned() else { return };
-        let Detail::Engine(engine) = &mut instance.detail else { return };
-        let current = views.newest.get(&key.name).copied();
-        let attach = attach_of(engine);
-        let status = status_of(engine);
-        let Some(current) = current.filter(|_| status.phase == EnginePhase::Serving) else { return };
-        let members: Vec<ReplicaId> = current.members.iter().collect();
-        let lost = members[which % members.len()];
-        if members.len() < 2 || current.id.generation.attach != attach {
-            return;
-        }
-        let target = next(current, current.members.without(lost));
-        // A replica that refuses the engine stores no view of it.
-        if target.members.iter().any(|id| views.refuses(&format!("{}-{id}", key.name), attach)) {
-            return;
-        }
-        if let Some(member) = status.members.iter_mut().find(|member| member.replica == lost) {
-            member.mode = MemberMode::Failed;
-        }
-        if 2 * target.members.len() > members.len() {
-            views.commit(&key.name, target);
-        } else {
-            let honoured = ReplicaReport { committed: current, proposed: Vec::new() };
-            status.grant_wanted = Some(GrantWanted { view: target, honoured, stored: target.members });
-            status.phase = EnginePhase::Frozen;
-        }
-        self.set(key, instance, events);
-    }
 }
 
-/// Returns the attachment of an engine. Those of the simulation all report one.
-fn attach_of(engine: &ObservedEngine) -> u64 {
+/// Returns the attachment of an engine. Those of simulated agents all report one.
+pub fn attach_of(engine: &ObservedEngine) -> u64 {
     engine.attach.unwrap_or_default()
 }
 
-/// Returns the status of an engine. Those of the simulation report one from their start on.
-fn status_of(engine: &mut ObservedEngine) -> &mut EngineStatus {
+/// Returns the status of an engine. Those of simulated agents report one from their start on.
+pub fn status_of(engine: &mut ObservedEngine) -> &mut EngineStatus {
     engine.reported.as_mut().unwrap()
 }
 
-fn next(view: View, members: Members) -> View {
+pub fn next(view: View, members: Members) -> View {
     View { id: ViewId { number: view.id.number + 1, ..view.id }, members }
+}
+
+/// Freezes an engine that has half of its view left. It waits for the arbiter.
+pub fn freeze(status: &mut EngineStatus, current: View, target: View) {
+    let honoured = ReplicaReport { committed: current, proposed: Vec::new() };
+    status.grant_wanted = Some(GrantWanted { view: target, honoured, stored: target.members });
+    status.phase = EnginePhase::Frozen;
 }
 
 fn serve_with_grant(status: &mut EngineStatus, granted: View) {
     status.grant_wanted = None;
     status.phase = EnginePhase::Serving;
     debug_assert_eq!(granted.id.generation.attach, status.generation.attach);
-}
-
-/// Starts an engine with the running members of the newest view, if they are enough.
-fn start_up(
-    status: &mut EngineStatus,
-    volume: &str,
-    here: impl Fn(&ReplicaId) -> bool,
-    views: &mut Views,
-) -> bool {
-    let all = Members::new(status.members.iter().map(|member| member.replica)).unwrap();
-    let current = views.newest.get(volume).copied();
-    let old = current.map_or(all, |current| current.members);
-    let found = old.filter(|id| all.contains(id) && here(&id));
-    if 2 * found.len() <= old.len() {
-        return false;
-    }
-    let generation = status.generation;
-    if current.is_some_and(|current| current.id.generation >= generation) {
-        // A newer engine, or this one before its death: nothing new comes of it in this simulation.
-        if current.is_some_and(|current| current.id.generation > generation) {
-            return false;
-        }
-    } else {
-        for id in all.iter().filter(|id| here(id)) {
-            views.fence(&format!("{volume}-{id}"), generation.attach);
-        }
-        views.commit(volume, View { id: ViewId { generation, number: 1 }, members: found });
-    }
-    for member in &mut status.members {
-        let id = member.replica;
-        member.mode =
-            if views.newest[volume].members.contains(id) { MemberMode::Member } else { MemberMode::Failed };
-    }
-    status.phase = EnginePhase::Serving;
-    true
-}
-
-/// Removes members that do not run from the view. More than half continue, half ask the arbiter, fewer wait
-/// for them. A replica that is being rebuilt and does not run any more has failed.
-fn lose_missing(
-    status: &mut EngineStatus,
-    volume: &str,
-    here: impl Fn(&ReplicaId) -> bool,
-    views: &mut Views,
-) {
-    let current = views.newest.get(volume).copied();
-    let Some(current) = current.filter(|_| status.phase == EnginePhase::Serving) else { return };
-    if current.id.generation.attach != status.generation.attach {
-        return;
-    }
-    for member in &mut status.members {
-        let id = member.replica;
-        if member.mode == MemberMode::Rebuilding && !here(&id) {
-            member.mode = MemberMode::Failed;
-        }
-    }
-    let target = next(current, current.members.filter(|id| here(&id)));
-    let (left, all) = (target.members.len(), current.members.len());
-    if left == all || 2 * left < all {
-        return;
-    }
-    for member in &mut status.members {
-        let id = member.replica;
-        if current.members.contains(id) && !target.members.contains(id) {
-            member.mode = MemberMode::Failed;
-        }
-    }
-    if 2 * left > all {
-        views.commit(volume, target);
-    } else {
-        let honoured = ReplicaReport { committed: current, proposed: Vec::new() };
-        status.grant_wanted = Some(GrantWanted { view: target, honoured, stored: target.members });
-        status.phase = EnginePhase::Frozen;
-    }
-}
-
-/// Rebuilds replicas that are not members, until they are members.
-fn start_serving(
-    status: &mut EngineStatus,
-    volume: &str,
-    here: impl Fn(&ReplicaId) -> bool,
-    views: &mut Views,
-) {
-    let Some(current) = views
-        .newest
-        .get(volume)
-        .copied()
-        .filter(|current| current.id.generation.attach == status.generation.attach)
-    else {
-        return;
-    };
-    if status.phase != EnginePhase::Serving {
-        return;
-    }
-    let away = |member: &&mut MemberStatus| member.mode != MemberMode::Member && here(&member.replica);
-    let Some(member) = status.members.iter_mut().find(away) else { return };
-    if member.mode == MemberMode::Rebuilding {
-        let grown = current.members.with(member.replica).unwrap();
-        // All members of a view store it before it is committed.
-        if grown.iter().all(|id| here(&id)) {
-            member.mode = MemberMode::Member;
-            views.commit(volume, next(current, grown));
-        }
-    } else {
-        member.mode = MemberMode::Rebuilding;
-    }
 }

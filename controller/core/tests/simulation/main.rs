@@ -6,6 +6,7 @@
 
 mod agent;
 mod controller;
+mod progress;
 mod sim;
 
 use proptest::prelude::*;

@@ -240,7 +240,7 @@ impl Sim {
         }
         self.lost = Some(at);
         let node = &mut self.nodes[at];
-        node.device_used = false;
+        node.in_use = None;
         node.instances.clear();
         node.strays.clear();
         self.controller.close(&self.nodes[at].name, self.now);
@@ -277,10 +277,7 @@ impl Sim {
                     node.gone(&key, &mut events);
                 }
             }
-            Op::NodeRestarts(_) => {
-                node.device_used = false;
-                all.iter().for_each(|key| node.gone(key, &mut events));
-            }
+            Op::NodeRestarts(_) => node.restart(&mut events),
             Op::MemberFails(_, which) => node.fail_member(which, &mut self.views, &mut events),
             Op::DirectoryLost(_, which) => {
                 let stopped = |name: &&String| !all.iter().any(|key| key.name == **name);
@@ -291,7 +288,7 @@ impl Sim {
                     self.lost_directories.insert(name);
                 }
             }
-            Op::DeviceUsed(_, used) => node.device_used = used,
+            Op::DeviceUsed(_, used) => node.in_use = user(used),
             _ => {}
         }
         self.publish(at, events);
@@ -559,6 +556,11 @@ impl Sim {
         }
         panic!("the cluster state never comes to rest: {:#?}", self.controller.runs);
     }
+}
+
+/// Returns the user of devices, if they are in use.
+fn user(is_used: bool) -> Option<String> {
+    is_used.then(|| "a mount".to_owned())
 }
 
 fn choose<T: Clone>(all: &[T], which: usize) -> Option<T> {

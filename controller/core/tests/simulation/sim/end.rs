@@ -3,7 +3,7 @@
 use shorthorn_controller_core::objects::Volume;
 use shorthorn_controller_core::requests::{self, Change, SetNode};
 
-use super::Sim;
+use super::{Sim, user};
 
 impl Sim {
     pub fn stop_faults(&mut self) {
@@ -13,7 +13,7 @@ impl Sim {
             self.late_call_arrives(0);
         }
         for at in 0..self.nodes.len() {
-            self.nodes[at].device_used = false;
+            self.nodes[at].in_use = None;
             self.controller.close(&self.nodes[at].name, self.now);
         }
         let Some(lost) = self.lost else { return };
@@ -30,7 +30,7 @@ impl Sim {
 
     /// Opens or closes every device, for a user who does not release it when its volume is detached.
     pub fn use_devices(&mut self, used: bool) {
-        self.nodes.iter_mut().for_each(|node| node.device_used = used);
+        self.nodes.iter_mut().for_each(|node| node.in_use = user(used));
     }
 
     /// Makes every volume that cannot leave its node wanted there again.
