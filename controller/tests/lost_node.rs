@@ -14,10 +14,10 @@ async fn a_volume_is_taken_off_a_lost_node_once_its_replicas_refuse_the_engine_t
     cluster.ok(&["volume", "attach", "v", "--node", "a"]).await;
     cluster.stop_agent(0);
     cluster.ok(&["volume", "detach", "v"]).await;
-    assert_eq!(cluster.agents[0].engine_says("v").attach, 1, "the engine still runs there");
+    assert_eq!(cluster.agents[0].engine_says("v").attach, Some(1), "the engine still runs there");
     cluster.ok(&["volume", "attach", "v", "--node", "b"]).await;
     let served = cluster.agents[1].engine_says("v");
-    assert!(served.attach >= 3, "one number fences, and the next one serves: {}", served.attach);
+    assert!(served.attach >= Some(3), "one number fences, and the next one serves: {:?}", served.attach);
     // The old one is deleted as soon as its node is back.
     cluster.start_agent(0);
     cluster

@@ -6,7 +6,8 @@ mod support;
 use serde_json::Value;
 use shorthorn_api::v1;
 use shorthorn_testkit::waiting::wait_for_async;
-use shorthorn_types::status::{EnginePhase, MemberMode};
+use shorthorn_types::status::{EnginePhase, GrantWanted};
+use shorthorn_types::{Generation, Members, ReplicaReport, View, ViewId};
 use support::cluster::{Cluster, LIMIT};
 use tokio::time::Instant;
 
@@ -30,35 +31,25 @@ async fn half_of_a_volume_continues_with_the_grant_of_the_arbiter() {
     // Without the controller no grant is given; once it runs again it grants at once.
     cluster.kill_controller().await;
     cluster.agents[0].freeze("v", &lost);
-    assert_eq!(cluster.agents[0].engine_says("v").known_phase(), Some(EnginePhase::Frozen));
+    assert_eq!(cluster.agents[0].engine_says("v").phase(), Some(EnginePhase::Frozen));
     cluster.start_controller().await;
     let ready = Instant::now();
     let degraded = |volume: &Value| volume["robustness"] == "degraded";
     let volume = cluster.until("v", "degraded", degraded).await;
     println!("granted within {:?} of the start of the controller", ready.elapsed());
-    assert_eq!(cluster.agents[0].engine_says("v").known_phase(), Some(EnginePhase::Serving));
+    assert_eq!(cluster.agents[0].engine_says("v").phase(), Some(EnginePhase::Serving));
     let granted = volume["granted"].as_str().unwrap();
     assert!(granted.starts_with("1.1/2 of {") && !granted.contains(&lost), "{granted}");
     let grants = cluster.truth.lock().unwrap().grants.clone();
     assert!(!grants.is_empty() && grants.iter().all(|grant| *grant == grants[0]), "{grants:#?}");
 
     // The other half asks with the former view only: it is refused, and gets the grant.
-    cluster.agents[0].engine("v", |engine| {
-        let view = |number, ids: &[&str]| v1::View {
-            attach: 1,
-            restart: 2,
-            nonce: 0,
-            number,
-            members: ids.iter().map(ToString::to_string).collect(),
-        };
-        let kept = engine.members.iter().find(|member| member.replica_id != lost).unwrap();
-        let committed = v1::View { restart: 1, ..view(1, &[&kept.replica_id, &lost]) };
-        engine.report_phase(EnginePhase::Frozen);
-        engine.grant_wanted = Some(v1::GrantWanted {
-            view: Some(view(1, &[&lost])),
-            committed: Some(committed),
-            ..v1::GrantWanted::default()
-        });
+    cluster.agents[0].status("v", |status| {
+        let id = ViewId { generation: Generation::new(1, 2), number: 1 };
+        let stored = Members::new([lost.parse().unwrap()]).unwrap();
+        let honoured = ReplicaReport { committed: status.view.unwrap(), proposed: Vec::new() };
+        status.grant_wanted = Some(GrantWanted { view: View { id, members: stored }, honoured, stored });
+        status.phase = EnginePhase::Frozen;
     });
     cluster.until("v", "frozen", |volume| volume["robustness"] == "faulted").await;
     let why = cluster.ok(&["volume", "why", "v"]).await;
@@ -109,12 +100,7 @@ async fn a_replica_that_stays_away_is_replaced_and_deleted_last() {
     assert!(why.contains(&format!("v-{new} on node {new_node} is being rebuilt: 75 % done")), "{why}");
     // Nothing is deleted before the new one has everything.
     assert!(cluster.agents[at(&cluster, lost_node)].directories().contains(&lost_name));
-    cluster.agents[0].engine("v", |engine| {
-        for member in engine.members.iter_mut().filter(|member| member.replica_id == new) {
-            member.report_mode(MemberMode::Member);
-            member.copy = None;
-        }
-    });
+    cluster.agents[0].end_rebuild("v", &new);
     let whole = |volume: &Value| {
         volume["robustness"] == "healthy" && volume["replicas"].as_array().unwrap().len() == 2
     };

@@ -10,7 +10,6 @@ use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
 use shorthorn_testkit::metrics::{get, samples, value};
 use shorthorn_testkit::waiting::wait_for_async;
-use shorthorn_types::status::MemberMode;
 use support::agent::FakeAgent;
 use support::cluster::{Cluster, LIMIT};
 use tonic::transport::Endpoint;
@@ -155,12 +154,7 @@ async fn a_drained_node_is_left_only_once_another_has_everything() {
     let text = cluster.ok(&["node", "drain", "b", "--no-wait"]).await;
     assert!(text.contains(&format!("replica v-{new} on node c is being rebuilt in its place")), "{text}");
     assert!(cluster.agents[1].running().iter().any(|running| running.contains(&name)));
-    cluster.agents[0].engine("v", |engine| {
-        for member in engine.members.iter_mut().filter(|member| member.replica_id == new) {
-            member.report_mode(MemberMode::Member);
-            member.copy = None;
-        }
-    });
+    cluster.agents[0].end_rebuild("v", &new);
     // It is stopped now; the engine finds that it does not answer any more.
     let stopped = |volume: &Value| {
         let mut replicas = volume["replicas"].as_array().unwrap().iter();
@@ -211,12 +205,7 @@ async fn a_node_can_be_restarted_if_its_volumes_can_do_without_it() {
     assert!(answer["canReboot"] == false && answer["holds"][0]["volume"] == "v", "{answer:#}");
     let (code, text) = cluster.fails(&["node", "can-reboot", "nowhere"]).await;
     assert!(code == 3, "{text}");
-    cluster.agents[2].engine("v", |engine| {
-        for member in engine.members.iter_mut().filter(|member| member.replica_id == lost) {
-            member.report_mode(MemberMode::Member);
-            member.message.clear();
-        }
-    });
+    cluster.agents[2].end_rebuild("v", &lost);
     cluster.ok(&["node", "can-reboot", "b", "--wait"]).await;
 }
 
@@ -248,12 +237,7 @@ async fn a_drained_disk_is_replaced_by_another_disk_of_its_node() {
     assert_eq!(new["nodeID"], "b");
     let new = new["replicaID"].as_str().unwrap().to_owned();
     cluster.until("v", "rebuilding", |volume| volume.to_string().contains("rebuilding")).await;
-    cluster.agents[0].engine("v", |engine| {
-        for member in engine.members.iter_mut().filter(|member| member.replica_id == new) {
-            member.report_mode(MemberMode::Member);
-            member.copy = None;
-        }
-    });
+    cluster.agents[0].end_rebuild("v", &new);
     let stopped = |volume: &Value| {
         let mut replicas = volume["replicas"].as_array().unwrap().iter();
         replicas.any(|replica| replica["replicaID"] == *old && replica["currentState"] == "stopped")

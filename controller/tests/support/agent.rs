@@ -1,7 +1,12 @@
-//! An agent in memory that implements node.proto like a real one, and checks the calls of the controller.
+//! An agent in this process that serves node.proto like a real one, and checks the calls of the controller.
+//! The simulated agent of controller/core has the rules by which it answers. Engines serve once they start.
 
+#[path = "agent/messages.rs"]
+mod messages;
 #[path = "agent/service.rs"]
 mod service;
+#[path = "../../core/tests/simulation/agent.rs"]
+mod simulated;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::Shutdown;
@@ -14,48 +19,72 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use shorthorn_api::v1;
 use shorthorn_api::v1::instance_event::Type;
 use shorthorn_api::v1::node_server::NodeServer;
-use shorthorn_types::status::{EnginePhase, MemberMode};
+use shorthorn_controller_core::observed::{
+    Detail, EngineStatus, Instance, InstanceKey, InstanceKind, InstanceState, MemberStatus, ObservedEngine,
+};
+use shorthorn_controller_core::{AgentCall, NodeName};
+use shorthorn_types::status::MemberMode;
+use shorthorn_types::{ReplicaId, View};
 use tokio::net::UnixListener;
 use tokio::sync::broadcast;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
-use tonic::{Code, Status};
+use tonic::{Code, Response, Status};
 
-type Key = (i32, String);
+use messages::parsed;
+use simulated::{Event, SimAgent, Views, freeze, next, status_of};
 
 /// The common state of all agents of a cluster: the truth that the controller must respect.
 #[derive(Debug, Default)]
 pub struct Truth {
-    /// The newest attachment that was started, by volume, with the node and the replicas it was started on.
-    attaches: BTreeMap<String, (u64, String, Vec<String>)>,
+    /// The newest attachment that was started, by volume, with its node.
+    attaches: BTreeMap<String, (u64, String)>,
     /// Replicas that an engine has used: their directories must never be recreated.
     used: BTreeSet<String>,
+    /// The views that replicas have stored.
+    views: Views,
     /// Forbidden actions of the controller.
     pub violations: Vec<String>,
     /// Every grant that an engine has got, in order.
-    pub grants: Vec<v1::View>,
+    pub grants: Vec<View>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
-    instances: BTreeMap<Key, v1::Instance>,
-    directories: BTreeSet<String>,
+    /// The processes and the directories.
+    agent: SimAgent,
     disks: BTreeSet<String>,
     /// The reason why disks cannot be removed; none if they can.
     keeps_disks: Option<String>,
-    in_use: Option<String>,
     /// The reason why existing devices cannot be resized.
     keeps_size: Option<String>,
     starts: u32,
     limits: Option<v1::RebuildLimits>,
     trash: Vec<v1::TrashedReplica>,
-    /// The committed view of each directory.
-    views: BTreeMap<String, v1::View>,
+    /// The committed view in the inspection of each directory.
+    inspected: BTreeMap<String, v1::View>,
     /// Answers of the next calls to upgrade an engine. True: nothing was done before that answer.
     fails_upgrades: VecDeque<(Code, bool)>,
     /// Engines that were replaced.
     upgrades: u32,
+}
+
+impl State {
+    fn new(agent: SimAgent) -> State {
+        State {
+            agent,
+            disks: BTreeSet::new(),
+            keeps_disks: None,
+            keeps_size: None,
+            starts: 0,
+            limits: None,
+            trash: Vec::new(),
+            inspected: BTreeMap::new(),
+            fails_upgrades: VecDeque::new(),
+            upgrades: 0,
+        }
+    }
 }
 
 /// An action that happens once.
@@ -85,7 +114,7 @@ impl FakeAgent {
     pub fn new(name: &str, truth: Arc<Mutex<Truth>>) -> FakeAgent {
         FakeAgent {
             name: name.to_owned(),
-            state: Arc::default(),
+            state: Arc::new(Mutex::new(State::new(SimAgent::new(NodeName::new(name).unwrap())))),
             truth,
             events: broadcast::Sender::new(1024),
             before: Arc::default(),
@@ -109,7 +138,7 @@ impl FakeAgent {
     pub fn trash(&self, trashed: v1::TrashedReplica) {
         let mut state = self.state();
         let name = format!("{}-{}", trashed.volume, trashed.replica_id);
-        state.directories.remove(&name);
+        state.agent.directories.remove(&name);
         state.trash.retain(|other| !other.restored || other.replica_id != trashed.replica_id);
         state.trash.push(trashed);
     }
@@ -163,11 +192,11 @@ impl FakeAgent {
 
     /// Returns the names of running instances.
     pub fn running(&self) -> Vec<String> {
-        self.state().instances.keys().map(|(_, name)| name.clone()).collect()
+        self.state().agent.instances.keys().map(|key| key.name.clone()).collect()
     }
 
     pub fn directories(&self) -> BTreeSet<String> {
-        self.state().directories.clone()
+        self.state().agent.directories.clone()
     }
 
     /// Answers the next calls to upgrade an engine with these codes. True: before anything is done.
@@ -187,7 +216,7 @@ impl FakeAgent {
 
     /// Has the device of every engine be in use, or no longer.
     pub fn set_in_use(&self, by: Option<&str>) {
-        self.state().in_use = by.map(ToOwned::to_owned);
+        self.state().agent.in_use = by.map(ToOwned::to_owned);
     }
 
     /// Keeps the size of existing devices from now on.
@@ -197,178 +226,203 @@ impl FakeAgent {
 
     /// Returns the size of the device of a volume.
     pub fn engine_size(&self, volume: &str) -> u64 {
-        let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
-        match &self.state().instances[&key].detail {
-            Some(v1::instance::Detail::Engine(engine)) => engine.size_bytes,
-            _ => unreachable!(),
+        self.engine_says(volume).size_bytes.unwrap()
+    }
+
+    /// Returns the engine of a volume as the fake agent shows it.
+    pub fn engine_says(&self, volume: &str) -> ObservedEngine {
+        match &self.state().agent.instances[&engine_key(volume)].detail {
+            Detail::Engine(engine) => (**engine).clone(),
+            Detail::Replica(_) => unreachable!(),
         }
+    }
+
+    /// Changes the engine of a volume.
+    pub fn engine(&self, volume: &str, change: impl FnOnce(&mut ObservedEngine)) {
+        self.order_engine(&mut self.state(), volume, 0, change).unwrap();
+    }
+
+    /// Changes the status that the engine of a volume reports.
+    pub fn status(&self, volume: &str, change: impl FnOnce(&mut EngineStatus)) {
+        self.engine(volume, |engine| change(status_of(engine)));
+    }
+
+    fn member(&self, volume: &str, replica_id: &str, change: impl FnOnce(&mut MemberStatus)) {
+        let id: ReplicaId = parsed(replica_id);
+        self.status(volume, |status| {
+            change(status.members.iter_mut().find(|member| member.replica == id).unwrap());
+        });
     }
 
     /// Reports that this replica has left the view of the engine.
     pub fn fail_member(&self, volume: &str, replica_id: &str) {
-        let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
-        let mut state = self.state();
-        let instance = state.instances.get_mut(&key).unwrap();
-        let Some(v1::instance::Detail::Engine(engine)) = &mut instance.detail else { unreachable!() };
-        let member = engine.members.iter_mut().find(|member| member.replica_id == replica_id).unwrap();
-        member.report_mode(MemberMode::Failed);
-        member.message = "connection reset".to_owned();
-        let changed = instance.clone();
-        self.send(Type::Set, changed);
+        self.member(volume, replica_id, |member| fail(member, "connection reset"));
     }
 
-    pub fn engine(&self, volume: &str, change: impl FnOnce(&mut v1::EngineStatus)) {
-        let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
-        let mut state = self.state();
-        let instance = state.instances.get_mut(&key).unwrap();
-        let Some(v1::instance::Detail::Engine(engine)) = &mut instance.detail else { unreachable!() };
-        change(engine);
-        let changed = instance.clone();
-        self.send(Type::Set, changed);
-    }
-
-    /// Returns the engine status with which the fake agent answers.
-    pub fn engine_says(&self, volume: &str) -> v1::EngineStatus {
-        let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
-        let state = self.state();
-        let Some(v1::instance::Detail::Engine(engine)) = &state.instances[&key].detail else {
-            unreachable!()
-        };
-        engine.clone()
+    /// Makes a replica that is being rebuilt, or has failed, a member.
+    pub fn end_rebuild(&self, volume: &str, replica_id: &str) {
+        self.member(volume, replica_id, make_member);
     }
 
     /// Freezes the engine, which has lost `lost` and has half of its view left: it waits for the arbiter.
     pub fn freeze(&self, volume: &str, lost: &str) {
-        self.engine(volume, |engine| {
-            let view = |number, ids: Vec<String>| v1::View {
-                attach: engine.attach,
-                restart: 1,
-                nonce: 0,
-                number,
-                members: ids,
-            };
-            let all: Vec<String> = engine.members.iter().map(|member| member.replica_id.clone()).collect();
-            let left = all.iter().filter(|id| *id != lost).cloned().collect();
-            engine.grant_wanted = Some(v1::GrantWanted {
-                view: Some(view(2, left)),
-                committed: Some(view(1, all.clone())),
-                ..v1::GrantWanted::default()
-            });
-            engine.report_phase(EnginePhase::Frozen);
-            for member in engine.members.iter_mut().filter(|member| member.replica_id == lost) {
-                member.report_mode(MemberMode::Failed);
-                member.message = "no answer".to_owned();
-            }
+        let id: ReplicaId = parsed(lost);
+        self.status(volume, |status| {
+            let current = status.view.unwrap();
+            freeze(status, current, next(current, current.members.without(id)));
         });
+        self.member(volume, lost, |member| fail(member, "no answer"));
     }
 
     /// Returns the volumes whose engines here rebuild a replica.
     pub fn rebuilding(&self) -> Vec<String> {
         let state = self.state();
-        let engines = state.instances.iter().filter_map(|((_, name), instance)| match &instance.detail {
-            Some(v1::instance::Detail::Engine(engine)) => Some((name, engine)),
-            _ => None,
-        });
-        let rebuilding = engines.filter(|(_, engine)| {
-            engine.members.iter().any(|member| member.known_mode() == MemberMode::Rebuilding)
-        });
-        rebuilding.map(|(name, _)| name.clone()).collect()
+        let rebuilds = |instance: &Instance| match &instance.detail {
+            Detail::Engine(engine) => {
+                let mut members = engine.reported.iter().flat_map(|status| &status.members);
+                members.any(|member| member.mode == MemberMode::Rebuilding)
+            }
+            Detail::Replica(_) => false,
+        };
+        let engines = state.agent.instances.iter().filter(|(_, instance)| rebuilds(instance));
+        engines.map(|(key, _)| key.name.clone()).collect()
     }
 
     /// Makes each replica that is being rebuilt a member.
     pub fn end_rebuilds(&self) {
         for volume in self.rebuilding() {
-            let key = (v1::InstanceKind::Engine.into(), volume);
-            let mut state = self.state();
-            let Some(instance) = state.instances.get_mut(&key) else { continue };
-            let Some(v1::instance::Detail::Engine(engine)) = &mut instance.detail else { continue };
-            for member in engine.members.iter_mut().filter(|one| one.known_mode() == MemberMode::Rebuilding) {
-                *member = member.clone().with_mode(MemberMode::Member);
-                member.copy = None;
-            }
-            let changed = instance.clone();
-            self.send(Type::Set, changed);
+            // The engine may be gone meanwhile.
+            let _ = self.order_engine(&mut self.state(), &volume, 0, |engine| {
+                let members = status_of(engine).members.iter_mut();
+                members.filter(|member| member.mode == MemberMode::Rebuilding).for_each(make_member);
+            });
         }
     }
 
     /// Sets the rest of the rebuilds of the engine of `volume`, if it runs here.
     pub fn show_progress(&self, volume: &str, left_bytes: u64) {
-        let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
-        let mut state = self.state();
-        let Some(instance) = state.instances.get_mut(&key) else { return };
-        let Some(v1::instance::Detail::Engine(engine)) = &mut instance.detail else { return };
-        for copy in engine.members.iter_mut().filter_map(|member| member.copy.as_mut()) {
-            copy.left_bytes = left_bytes;
-        }
-        let changed = instance.clone();
-        self.send(Type::Set, changed);
+        let _ = self.order_engine(&mut self.state(), volume, 0, |engine| {
+            let copies = status_of(engine).members.iter_mut().filter_map(|member| member.copy.as_mut());
+            copies.for_each(|copy| copy.left_bytes = left_bytes);
+        });
     }
 
     /// Restarts the node: every process is gone, every directory stays.
     pub fn reboot(&self) {
-        let gone = std::mem::take(&mut self.state().instances);
-        for instance in gone.into_values() {
-            self.send(Type::Gone, instance);
-        }
+        let mut events = Vec::new();
+        let mut state = self.state();
+        state.agent.restart(&mut events);
+        self.send(events);
     }
 
     pub fn lose_directory(&self, name: &str) {
-        assert!(self.state().directories.remove(name), "{name} is not there");
+        assert!(self.state().agent.directories.remove(name), "{name} is not there");
     }
 
     /// Adds an unknown directory to the disk.
     pub fn leave_over(&self, name: &str) {
-        self.state().directories.insert(name.to_owned());
+        self.state().agent.directories.insert(name.to_owned());
     }
 
-    /// Sets the committed view in the directory of a replica.
+    /// Sets the committed view in the inspection of a replica's directory.
     pub fn set_view(&self, name: &str, view: v1::View) {
-        self.state().views.insert(name.to_owned(), view);
+        self.state().inspected.insert(name.to_owned(), view);
     }
 
     pub fn view(&self, name: &str) -> Option<v1::View> {
-        self.state().views.get(name).cloned()
+        self.state().inspected.get(name).cloned()
     }
 
     pub fn limits(&self) -> Option<v1::RebuildLimits> {
         self.state().limits
     }
 
-    /// Gives a command to the engine of that attachment, 0 being any.
+    /// Changes the engine of that attachment, 0 being any.
     fn order_engine(
         &self,
+        state: &mut State,
         volume: &str,
         attach: u64,
-        change: impl FnOnce(&mut v1::EngineStatus),
+        change: impl FnOnce(&mut ObservedEngine),
     ) -> Result<(), Status> {
-        let key = (v1::InstanceKind::Engine.into(), volume.to_owned());
-        match self.state().instances.get(&key).and_then(|instance| instance.detail.as_ref()) {
-            Some(v1::instance::Detail::Engine(engine)) if attach == 0 || engine.attach == attach => {}
+        let key = engine_key(volume);
+        match state.agent.instances.get(&key).map(|instance| &instance.detail) {
+            Some(Detail::Engine(engine)) if attach == 0 || engine.attach == Some(attach) => {}
             _ => return Err(Status::failed_precondition("no such engine")),
         }
-        self.engine(volume, change);
+        self.change(state, &key, |instance| {
+            if let Detail::Engine(engine) = &mut instance.detail {
+                change(engine);
+            }
+        });
         Ok(())
     }
 
-    fn send(&self, kind: Type, instance: v1::Instance) {
-        let event = v1::InstanceEvent { r#type: kind.into(), instance: Some(instance) };
-        // Nothing has to watch it.
-        let _ = self.events.send(Arc::new(event));
+    fn change(&self, state: &mut State, key: &InstanceKey, change: impl FnOnce(&mut Instance)) {
+        let mut instance = state.agent.instances[key].clone();
+        change(&mut instance);
+        let mut events = Vec::new();
+        state.agent.set(key.clone(), instance, &mut events);
+        self.send(events);
     }
 
-    /// Starts an instance like a real agent: first it is starting, and a little later it runs.
-    fn start(&self, state: &mut State, instance: v1::Instance) -> v1::Instance {
-        let key = (instance.kind, instance.name.clone());
-        if let Some(there) = state.instances.get(&key) {
-            return there.clone();
+    fn send(&self, events: Vec<Event>) {
+        for event in events {
+            let (kind, instance) = match event {
+                Event::Set(key, instance) => (Type::Set, messages::instance(&key, &instance)),
+                Event::Gone(key) => (Type::Gone, messages::name(&key)),
+            };
+            let event = v1::InstanceEvent { r#type: kind.into(), instance: Some(instance) };
+            // Nothing has to watch it.
+            let _ = self.events.send(Arc::new(event));
         }
-        state.starts += 1;
-        let starting = v1::Instance { state: v1::InstanceState::Starting.into(), ..instance.clone() };
-        state.instances.insert(key, instance.clone());
-        self.send(Type::Set, starting.clone());
-        self.send(Type::Set, instance);
-        starting
     }
+
+    /// Carries out a call by the rules of the simulated agent.
+    fn call(&self, state: &mut State, call: &AgentCall) -> Result<(), Status> {
+        let mut events = Vec::new();
+        let done = state.agent.call(call, false, &mut self.truth.lock().unwrap().views, &mut events);
+        self.send(events);
+        done.map_err(Status::failed_precondition)
+    }
+
+    /// Starts an instance like a real agent: first it is starting, and a little later it runs. `run` adds the
+    /// facts that are known then.
+    fn start(
+        &self,
+        state: &mut State,
+        call: &AgentCall,
+        run: impl FnOnce(&mut Detail),
+    ) -> Result<Response<v1::Instance>, Status> {
+        self.call(state, call)?;
+        let key = call.instance();
+        let answer = messages::instance(&key, &state.agent.instances[&key]);
+        if state.agent.instances[&key].state == InstanceState::Starting {
+            state.starts += 1;
+            self.change(state, &key, |instance| {
+                instance.state = InstanceState::Running;
+                run(&mut instance.detail);
+            });
+        }
+        Ok(Response::new(answer))
+    }
+}
+
+fn engine_key(volume: &str) -> InstanceKey {
+    InstanceKey { kind: InstanceKind::Engine, name: volume.to_owned() }
+}
+
+fn replica_key(name: &str) -> InstanceKey {
+    InstanceKey { kind: InstanceKind::Replica, name: name.to_owned() }
+}
+
+fn fail(member: &mut MemberStatus, message: &str) {
+    (member.mode, member.message) = (MemberMode::Failed, message.to_owned());
+}
+
+fn make_member(member: &mut MemberStatus) {
+    (member.mode, member.copy) = (MemberMode::Member, None);
+    member.message.clear();
 }
 
 fn disk(path: &str, replicas: &BTreeSet<String>) -> v1::Disk {

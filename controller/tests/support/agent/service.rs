@@ -3,12 +3,22 @@
 use shorthorn_api::v1;
 use shorthorn_api::v1::instance_event::Type;
 use shorthorn_api::v1::node_server::Node;
-use shorthorn_types::status::{EnginePhase, Frontend, MemberMode};
+use shorthorn_api::{nonempty, nonzero};
+use shorthorn_controller_core::objects::RebuildLimits;
+use shorthorn_controller_core::observed::{Detail, InstanceKey, InstanceKind};
+use shorthorn_controller_core::{AgentCall, StartEngine, StartReplica};
+use shorthorn_types::status::{CopyStatus, EnginePhase, ExpansionStatus, Frontend, MemberMode, ScrubStatus};
+use shorthorn_types::{Generation, Members, ReplicaId, SECRET_BYTES, Secret, View, ViewId};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
-use super::{FakeAgent, disk};
+use super::messages::{self, parsed, targets};
+use super::simulated::status_of;
+use super::{FakeAgent, disk, engine_key, replica_key};
+
+/// A secret that the rules of an agent do not look at.
+const SECRET: Secret = Secret::new([0; SECRET_BYTES]);
 
 #[tonic::async_trait]
 impl Node for FakeAgent {
@@ -43,7 +53,9 @@ impl Node for FakeAgent {
         &self,
         _: Request<v1::ListInstancesRequest>,
     ) -> Result<Response<v1::ListInstancesResponse>, Status> {
-        let instances = self.state().instances.values().cloned().collect();
+        let state = self.state();
+        let all = state.agent.instances.iter();
+        let instances = all.map(|(key, instance)| messages::instance(key, instance)).collect();
         Ok(Response::new(v1::ListInstancesResponse { instances }))
     }
 
@@ -54,44 +66,41 @@ impl Node for FakeAgent {
         let request = request.into_inner();
         self.check_disk(&request.disk_path, &request.disk_uuid);
         let name = format!("{}-{}", request.volume, request.replica_id);
-        if request.secret.len() != 32 || request.first_members.is_empty() {
+        if request.secret.len() != SECRET_BYTES || request.first_members.is_empty() {
             self.violation(format!("replica {name} gets a bad secret or first view"));
         }
         let used = self.truth.lock().unwrap().used.contains(&name);
+        let directory = format!("{}/replicas/{name}", request.disk_path);
+        let start = StartReplica {
+            volume: parsed(&request.volume),
+            replica_id: parsed(&request.replica_id),
+            disk_path: request.disk_path,
+            disk_uuid: nonempty(request.disk_uuid),
+            size_bytes: request.size_bytes,
+            first_members: request.first_members.iter().map(|id| parsed(id)).collect(),
+            secret: SECRET,
+            create: request.create,
+            rebind: request.rebind,
+            encrypt_in_transit: request.encrypt_in_transit,
+        };
         let mut state = self.state();
-        if !state.disks.contains(&request.disk_path) {
-            return Err(Status::invalid_argument(format!("{} is not a disk", request.disk_path)));
+        if !state.disks.contains(&start.disk_path) {
+            return Err(Status::invalid_argument(format!("{} is not a disk", start.disk_path)));
         }
-        if !state.directories.contains(&name) {
+        if !state.agent.directories.contains(&name) {
             if state.trash.iter().any(|trashed| name.ends_with(&trashed.replica_id)) {
                 self.violation(format!("{name} is started, and its data is in the trash"));
             }
-            if !request.create {
-                return Err(Status::not_found(format!("the directory of {name} is missing")));
-            }
-            if used {
+            if start.create && used {
                 self.violation(format!("the used replica {name} is recreated, empty"));
             }
-            state.directories.insert(name.clone());
         }
-        let status = v1::ReplicaStatus {
-            volume: request.volume,
-            replica_id: request.replica_id,
-            addresses: vec![format!("unix:/run/{name}.sock"), format!("tcp:127.0.0.1:{}", 7000)],
-            size_bytes: request.size_bytes,
-            allocated_bytes: 4096,
-            directory: format!("{}/replicas/{name}", request.disk_path),
-            ..v1::ReplicaStatus::default()
-        };
-        let instance = v1::Instance {
-            kind: v1::InstanceKind::Replica.into(),
-            name,
-            state: v1::InstanceState::Running.into(),
-            message: String::new(),
-            pid: 1,
-            detail: Some(v1::instance::Detail::Replica(status)),
-        };
-        Ok(Response::new(self.start(&mut state, instance)))
+        self.start(&mut state, &AgentCall::StartReplica(start), |detail| {
+            if let Detail::Replica(replica) = detail {
+                replica.addresses = vec![format!("unix:/run/{name}.sock"), "tcp:127.0.0.1:7000".to_owned()];
+                (replica.allocated_bytes, replica.directory) = (4096, Some(directory));
+            }
+        })
     }
 
     async fn start_engine(
@@ -99,58 +108,46 @@ impl Node for FakeAgent {
         request: Request<v1::StartEngineRequest>,
     ) -> Result<Response<v1::Instance>, Status> {
         let request = request.into_inner();
-        let ids: Vec<String> = request.replicas.iter().map(|replica| replica.replica_id.clone()).collect();
-        let this = (request.attach, self.name.clone(), ids.clone());
+        let (attach, replicas) = (request.attach, targets(&request.replicas));
+        let members = Members::new(replicas.keys().copied()).unwrap();
+        let view = View { id: ViewId { generation: Generation::new(attach, 1), number: 1 }, members };
         {
             let mut truth = self.truth.lock().unwrap();
             let newest = truth.attaches.get(&request.volume).cloned().unwrap_or_default();
-            if request.attach < newest.0 || (request.attach == newest.0 && newest.1 != this.1) {
-                let text = format!("{}: engine {this:?} after {newest:?}", self.name);
+            if attach < newest.0 || (attach == newest.0 && newest.1 != self.name) {
+                let text = format!("{}: engine {attach} with {members} after {newest:?}", self.name);
                 truth.violations.push(text);
             }
-            truth.attaches.insert(request.volume.clone(), this);
-            truth.used.extend(ids.iter().map(|id| format!("{}-{id}", request.volume)));
+            truth.attaches.insert(request.volume.clone(), (attach, self.name.clone()));
+            truth.used.extend(replicas.keys().map(|id| format!("{}-{id}", request.volume)));
+            truth.views.commit(&request.volume, view);
         }
-        let mut state = self.state();
-        let key = (v1::InstanceKind::Engine.into(), request.volume.clone());
-        if let Some(v1::Instance { detail: Some(v1::instance::Detail::Engine(engine)), .. }) =
-            state.instances.get(&key)
-            && engine.attach != request.attach
-        {
-            return Err(Status::already_exists("another engine of this volume is there"));
-        }
-        let member = |replica: &v1::ReplicaAddress| {
-            let (replica_id, address) = (replica.replica_id.clone(), replica.addresses[0].clone());
-            let member = v1::EngineMember { replica_id, address, ..v1::EngineMember::default() };
-            member.with_mode(MemberMode::Member)
-        };
-        let status = v1::EngineStatus {
-            volume: request.volume.clone(),
-            generation: Some(v1::Generation { attach: request.attach, restart: 1, nonce: 0 }),
-            view: Some(v1::View {
-                attach: request.attach,
-                restart: 1,
-                nonce: 0,
-                number: 1,
-                members: request.replicas.iter().map(|replica| replica.replica_id.clone()).collect(),
-            }),
-            members: request.replicas.iter().map(member).collect(),
-            endpoint: format!("/dev/longhorn/{}", request.volume),
+        let start = StartEngine {
+            volume: parsed(&request.volume),
             size_bytes: request.size_bytes,
-            attach: request.attach,
-            ..v1::EngineStatus::default()
-        }
-        .with_phase(EnginePhase::Serving)
-        .with_frontend(Frontend::Ublk);
-        let instance = v1::Instance {
-            kind: v1::InstanceKind::Engine.into(),
-            name: request.volume,
-            state: v1::InstanceState::Running.into(),
-            message: String::new(),
-            pid: 2,
-            detail: Some(v1::instance::Detail::Engine(status)),
+            attach,
+            replicas: replicas.clone(),
+            frontend: Frontend::Ublk,
+            secret: SECRET,
+            granted: None,
+            rebuild: RebuildLimits::default(),
+            revision: request.revision,
+            continues: nonzero(request.continues),
+            verify_reads: request.verify_reads,
+            encrypt_in_transit: request.encrypt_in_transit,
         };
-        Ok(Response::new(self.start(&mut state, instance)))
+        self.start(&mut self.state(), &AgentCall::StartEngine(start), |detail| {
+            let Detail::Engine(engine) = detail else { return };
+            let status = status_of(engine);
+            (status.generation, status.view) = (view.id.generation, Some(view));
+            for member in &mut status.members {
+                member.mode = MemberMode::Member;
+                member.address.clone_from(&replicas[&member.replica].addresses[0]);
+            }
+            status.phase = EnginePhase::Serving;
+            status.frontend = Some(Frontend::Ublk);
+            status.endpoint = Some(format!("/dev/longhorn/{}", request.volume).into());
+        })
     }
 
     async fn stop_instance(
@@ -159,34 +156,22 @@ impl Node for FakeAgent {
     ) -> Result<Response<v1::StopInstanceResponse>, Status> {
         self.has("StopInstance").await;
         let request = request.into_inner();
-        let mut state = self.state();
-        let key = (request.kind, request.name.clone());
-        if let Some(v1::Instance { detail: Some(v1::instance::Detail::Engine(engine)), .. }) =
-            state.instances.get(&key)
-        {
-            if request.attach != 0 && engine.attach > request.attach {
-                return Ok(Response::new(v1::StopInstanceResponse {}));
-            }
-            if let Some(by) = &state.in_use {
-                return Err(Status::failed_precondition(format!("the device is in use by {by}")));
-            }
-        }
-        if let Some(instance) = state.instances.remove(&key) {
-            self.send(Type::Gone, instance);
-        }
+        let kind = match request.kind() {
+            v1::InstanceKind::Engine => InstanceKind::Engine,
+            v1::InstanceKind::Replica | v1::InstanceKind::Unspecified => InstanceKind::Replica,
+        };
+        let instance = InstanceKey { kind, name: request.name };
+        let call = AgentCall::StopInstance { instance, attach: nonzero(request.attach) };
+        self.call(&mut self.state(), &call)?;
         Ok(Response::new(v1::StopInstanceResponse {}))
     }
 
     async fn grant(&self, request: Request<v1::GrantRequest>) -> Result<Response<v1::GrantResponse>, Status> {
         let request = request.into_inner();
-        let view = request.view.unwrap();
-        self.truth.lock().unwrap().grants.push(view.clone());
-        self.order_engine(&request.volume, request.attach, |engine| {
-            if engine.grant_wanted.as_ref().is_some_and(|wanted| wanted.view.as_ref() == Some(&view)) {
-                engine.grant_wanted = None;
-                engine.report_phase(EnginePhase::Serving);
-            }
-        })?;
+        let view = View::try_from(request.view.unwrap()).unwrap();
+        self.truth.lock().unwrap().grants.push(view);
+        let (volume, attach, view) = (parsed(&request.volume), request.attach, Box::new(view));
+        self.call(&mut self.state(), &AgentCall::Grant { volume, attach, view })?;
         Ok(Response::new(v1::GrantResponse {}))
     }
 
@@ -194,22 +179,17 @@ impl Node for FakeAgent {
         &self,
         request: Request<v1::UpdateReplicasRequest>,
     ) -> Result<Response<v1::UpdateReplicasResponse>, Status> {
-        let request = request.into_inner();
-        let ids: Vec<String> = request.replicas.iter().map(|replica| replica.replica_id.clone()).collect();
-        let names = ids.iter().map(|id| format!("{}-{id}", request.volume));
-        self.truth.lock().unwrap().used.extend(names);
-        self.order_engine(&request.volume, request.attach, |engine| {
-            engine.members.retain(|member| {
-                member.known_mode() == MemberMode::Member || ids.contains(&member.replica_id)
-            });
-            for replica in &request.replicas {
-                if engine.members.iter().any(|member| member.replica_id == replica.replica_id) {
-                    continue;
-                }
-                let copy = Some(v1::CopyStatus { total_bytes: 1000, left_bytes: 250, bytes_per_s: 10 });
-                let replica_id = replica.replica_id.clone();
-                let member = v1::EngineMember { replica_id, copy, ..v1::EngineMember::default() };
-                engine.members.push(member.with_mode(MemberMode::Rebuilding));
+        let v1::UpdateReplicasRequest { volume, attach, replicas, revision } = request.into_inner();
+        let replicas = targets(&replicas);
+        self.truth.lock().unwrap().used.extend(replicas.keys().map(|id| format!("{volume}-{id}")));
+        let mut state = self.state();
+        let call = AgentCall::UpdateReplicas { volume: parsed(&volume), attach, replicas, revision };
+        self.call(&mut state, &call)?;
+        self.order_engine(&mut state, &volume, attach, |engine| {
+            let members = status_of(engine).members.iter_mut();
+            for member in members.filter(|member| member.mode == MemberMode::Connecting) {
+                member.mode = MemberMode::Rebuilding;
+                member.copy = Some(CopyStatus { total_bytes: 1000, left_bytes: 250, bytes_per_s: 10 });
             }
         })?;
         Ok(Response::new(v1::UpdateReplicasResponse {}))
@@ -225,7 +205,7 @@ impl Node for FakeAgent {
             return Err(Status::new(code, format!("before: {is_before}")));
         }
         let mut already_current = false;
-        self.order_engine(&volume, attach, |engine| {
+        self.order_engine(&mut self.state(), &volume, attach, |engine| {
             already_current = only_outdated && engine.needs_upgrade == Some(false);
             engine.needs_upgrade = Some(false);
         })?;
@@ -239,8 +219,9 @@ impl Node for FakeAgent {
 
     async fn scrub(&self, request: Request<v1::ScrubRequest>) -> Result<Response<v1::ScrubResponse>, Status> {
         let request = request.into_inner();
-        self.order_engine(&request.volume, 0, |engine| {
-            engine.scrub = Some(v1::ScrubStatus { running: !request.stop, ..v1::ScrubStatus::default() });
+        self.order_engine(&mut self.state(), &request.volume, 0, |engine| {
+            let scrub = ScrubStatus { running: !request.stop, ..ScrubStatus::default() };
+            status_of(engine).scrub = Some(scrub);
         })?;
         Ok(Response::new(v1::ScrubResponse {}))
     }
@@ -259,22 +240,9 @@ impl Node for FakeAgent {
         request: Request<v1::FenceReplicaRequest>,
     ) -> Result<Response<v1::FenceReplicaResponse>, Status> {
         let request = request.into_inner();
-        let name = format!("{}-{}", request.volume, request.replica_id);
-        // Every engine of this simulation commits this at its start.
-        let newest = self.truth.lock().unwrap().attaches.get(&request.volume).cloned();
-        let committed =
-            newest.map(|(attach, _, members)| v1::View { attach, restart: 1, nonce: 0, number: 1, members });
-        let mut state = self.state();
-        let Some(instance) = state.instances.get_mut(&(v1::InstanceKind::Replica.into(), name.clone()))
-        else {
-            return Err(Status::failed_precondition(format!("{name} does not run here")));
-        };
-        if let Some(v1::instance::Detail::Replica(replica)) = &mut instance.detail {
-            replica.generation = Some(v1::Generation { attach: request.attach, restart: 0, nonce: 0 });
-            replica.committed = committed;
-        }
-        let changed = instance.clone();
-        self.send(Type::Set, changed);
+        let (volume, replica_id) = (parsed(&request.volume), parsed(&request.replica_id));
+        let call = AgentCall::FenceReplica { volume, replica_id, attach: request.attach };
+        self.call(&mut self.state(), &call)?;
         Ok(Response::new(v1::FenceReplicaResponse {}))
     }
 
@@ -282,13 +250,16 @@ impl Node for FakeAgent {
         &self,
         request: Request<v1::ExpandEngineRequest>,
     ) -> Result<Response<v1::ExpandEngineResponse>, Status> {
-        let request = request.into_inner();
-        let keeps_size = self.state().keeps_size.clone();
-        self.order_engine(&request.volume, request.attach, |engine| match keeps_size {
-            None => engine.size_bytes = request.size_bytes,
-            Some(message) => {
-                let size_bytes = request.size_bytes;
-                engine.expansion = Some(v1::Expansion { size_bytes, message, next_attach: true });
+        let v1::ExpandEngineRequest { volume, attach, size_bytes } = request.into_inner();
+        let mut state = self.state();
+        let call = AgentCall::ExpandEngine { volume: parsed(&volume), attach, size_bytes };
+        self.call(&mut state, &call)?;
+        let keeps_size = state.keeps_size.clone();
+        self.order_engine(&mut state, &volume, attach, |engine| match keeps_size {
+            None => engine.size_bytes = Some(size_bytes),
+            message => {
+                let expansion = ExpansionStatus { size_bytes, message, next_attach: true };
+                status_of(engine).expansion = Some(expansion);
             }
         })?;
         Ok(Response::new(v1::ExpandEngineResponse {}))
@@ -301,14 +272,14 @@ impl Node for FakeAgent {
         let request = request.into_inner();
         let name = format!("{}-{}", request.volume, request.replica_id);
         let state = self.state();
-        let key = (v1::InstanceKind::Replica.into(), name.clone());
+        let is_there = state.agent.directories.contains(&name);
         Ok(Response::new(v1::ReplicaInspection {
             directory: format!("{}/replicas/{name}", request.disk_path),
-            missing: !state.directories.contains(&name),
-            usable: state.directories.contains(&name),
-            running: state.instances.contains_key(&key),
+            missing: !is_there,
+            usable: is_there,
+            running: state.agent.instances.contains_key(&replica_key(&name)),
             generation: Some(v1::Generation { attach: 1, restart: 1, nonce: 0 }),
-            committed: state.views.get(&name).cloned(),
+            committed: state.inspected.get(&name).cloned(),
             ..v1::ReplicaInspection::default()
         }))
     }
@@ -320,13 +291,18 @@ impl Node for FakeAgent {
         let request = request.into_inner();
         self.check_disk(&request.disk_path, &request.disk_uuid);
         let name = format!("{}-{}", request.volume, request.replica_id);
+        let call = AgentCall::SalvageReplica {
+            disk_path: request.disk_path,
+            disk_uuid: nonempty(request.disk_uuid),
+            volume: parsed(&request.volume),
+            replica_id: parsed(&request.replica_id),
+            attach: request.attach,
+        };
         let mut state = self.state();
-        if state.instances.contains_key(&(v1::InstanceKind::Replica.into(), name.clone())) {
-            return Err(Status::failed_precondition("the replica runs"));
-        }
+        self.call(&mut state, &call)?;
         let view =
             v1::View { attach: request.attach, members: vec![request.replica_id], ..v1::View::default() };
-        state.views.insert(name, view);
+        state.inspected.insert(name, view);
         Ok(Response::new(v1::SalvageReplicaResponse {}))
     }
 
@@ -338,7 +314,9 @@ impl Node for FakeAgent {
         // Both under the lock: nothing is missed in between.
         let (now, mut events) = {
             let state = self.state();
-            (state.instances.values().cloned().collect::<Vec<_>>(), self.events.subscribe())
+            let all = state.agent.instances.iter();
+            let all: Vec<_> = all.map(|(key, instance)| messages::instance(key, instance)).collect();
+            (all, self.events.subscribe())
         };
         tokio::spawn(async move {
             let set = |instance| v1::InstanceEvent { r#type: Type::Set.into(), instance: Some(instance) };
@@ -362,7 +340,7 @@ impl Node for FakeAgent {
         _: Request<v1::ListDisksRequest>,
     ) -> Result<Response<v1::ListDisksResponse>, Status> {
         let state = self.state();
-        let disks = state.disks.iter().map(|path| disk(path, &state.directories)).collect();
+        let disks = state.disks.iter().map(|path| disk(path, &state.agent.directories)).collect();
         Ok(Response::new(v1::ListDisksResponse { disks }))
     }
 
@@ -373,7 +351,7 @@ impl Node for FakeAgent {
         }
         let mut state = self.state();
         state.disks.insert(path.clone());
-        Ok(Response::new(disk(&path, &state.directories)))
+        Ok(Response::new(disk(&path, &state.agent.directories)))
     }
 
     async fn remove_disk(
@@ -396,18 +374,26 @@ impl Node for FakeAgent {
         self.check_disk(&request.disk_path, &request.disk_uuid);
         let name = format!("{}-{}", request.volume, request.replica_id);
         let mut state = self.state();
-        if state.instances.contains_key(&(v1::InstanceKind::Replica.into(), name.clone())) {
+        if state.agent.instances.contains_key(&replica_key(&name)) {
             self.violation(format!("the running replica {name} is deleted"));
-            return Err(Status::failed_precondition("the replica runs"));
         }
-        let key = (v1::InstanceKind::Engine.into(), request.volume.clone());
-        if let Some(v1::instance::Detail::Engine(engine)) =
-            state.instances.get(&key).and_then(|instance| instance.detail.as_ref())
-            && engine.members.iter().any(|member| member.replica_id == request.replica_id)
+        let replica_id: ReplicaId = parsed(&request.replica_id);
+        let engine = state.agent.instances.get(&engine_key(&request.volume));
+        if let Some(Detail::Engine(engine)) = engine.map(|instance| &instance.detail)
+            && engine.reported.as_ref().is_some_and(|status| status.member(replica_id).is_some())
         {
             self.violation(format!("the replica {name} is deleted, and its engine knows it"));
         }
-        if state.directories.remove(&name) {
+        let was_there = state.agent.directories.contains(&name);
+        let call = AgentCall::DeleteReplica {
+            disk_path: request.disk_path.clone(),
+            disk_uuid: nonempty(request.disk_uuid.clone()),
+            volume: parsed(&request.volume),
+            replica_id,
+            record: request.record.clone(),
+        };
+        self.call(&mut state, &call)?;
+        if was_there {
             let trashed = v1::TrashedReplica {
                 disk_path: request.disk_path,
                 disk_uuid: request.disk_uuid,
@@ -445,11 +431,11 @@ impl Node for FakeAgent {
         };
         let Some(at) = state.trash.iter().position(is_it) else { return Err(Status::not_found("gone")) };
         let name = format!("{}-{}", request.volume, request.replica_id);
-        if !state.trash[at].restored && state.directories.contains(&name) {
+        if !state.trash[at].restored && state.agent.directories.contains(&name) {
             return Err(Status::failed_precondition(format!("{name} is there already")));
         }
         state.trash[at].restored = true;
-        state.directories.insert(name);
+        state.agent.directories.insert(name);
         Ok(Response::new(v1::RestoreReplicaResponse {}))
     }
 
