@@ -5,10 +5,14 @@
 //! tests/sim runs the core with everything around it. This test exists for checks that tests/sim does not
 //! make:
 //!
-//! - Whenever a request ends, all members are compared at once. tests/sim compares the answers of reads, and
-//!   the replicas at the end of a run.
+//! - Whenever a request, a rebuild or a resync ends, all members are compared at once. tests/sim compares the
+//!   answers of reads, and the replicas at the end of a run. Before the end, members may differ there: a disk
+//!   rots or loses its cache, and the engine learns of it later.
+//! - At rest, the write intent of all replicas is empty. Regions are cleared only after their stamp.
+//! - No disk rots here, so a scrub must find no difference.
 //! - Discards and writes of zeroes are longer than a piece of a copy. If they fail, a resync copies several
-//!   pieces. No request in tests/sim has that length.
+//!   pieces. No request in tests/sim has that length. Longer ones would change the requests that the scripts
+//!   in tests/sim/kept repeat.
 
 #![allow(clippy::unwrap_used)] // clippy does not count helpers as tests
 
