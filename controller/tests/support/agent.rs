@@ -237,7 +237,7 @@ impl FakeAgent {
         }
     }
 
-    /// Changes the engine of a volume.
+    /// Changes the engine of a volume as the agent reports it, and reports that.
     pub fn engine(&self, volume: &str, change: impl FnOnce(&mut ObservedEngine)) {
         self.order_engine(&mut self.state(), volume, 0, change).unwrap();
     }

@@ -89,7 +89,8 @@ enum ChangePhase {
     Agreed,
     /// The members of the new view are storing it.
     Proposed(ViewChange),
-    /// The arbiter was asked to grant the new view: either this change succeeds or none does.
+    /// The arbiter was asked to grant this change, or one that this change replaced. Either this change
+    /// succeeds or none does.
     Asked(ViewChange),
 }
 

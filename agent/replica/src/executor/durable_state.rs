@@ -68,7 +68,8 @@ impl DurableState {
         self.views().report().views().all(|view| view.members.without(me).is_empty())
     }
 
-    /// Changes the state. Waits for the disk, so it is for rare changes only.
+    /// Changes the state. Waits for the disk, so it is for rare changes only. Only `Executor::change` calls
+    /// this: after a failure it also answers the requests that wait.
     pub fn change<T>(
         &mut self,
         store: &mut Store,
