@@ -226,13 +226,16 @@ fn the_leader_dies(
     drop(leader);
     let died = Instant::now();
     // As kubelet does.
-    let _again = cluster.pod("a")?;
+    let again = cluster.pod("a")?;
     cluster.claim("second")?;
     cluster.until_bound("second")?;
     let took = died.elapsed();
     println!("a claim is bound {took:?} after the death of the leader");
     ensure!(took <= BOUND_LIMIT, "a claim is bound only after {took:?}");
-    ensure!(beside_standby.is_ready() && !beside_leader.is_ready(), "the wrong sidecar works");
+    // The controller that stood by takes over, unless a busy machine delays it: then the new one is as early.
+    let leads_again = ready(&again)?;
+    let is_right = beside_leader.is_ready() == leads_again && beside_standby.is_ready() != leads_again;
+    ensure!(is_right, "the wrong sidecar works: the controller that was started again leads: {leads_again}");
     let ends = [beside_leader.ends(), beside_standby.ends()];
     ensure!(ends == [1, 0], "the sidecars have ended {ends:?} times");
     Ok(())
