@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, bail, ensure};
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_tls_client::ControllerTlsClient;
-use shorthorn_pki::{CertificateDer, Connector, JoinToken, Key, Pin, Role, Trust};
+use shorthorn_pki::{CertificateDer, Connector, JoinToken, Pin, PrivateKey, Role, Trust};
 use tonic::transport::Endpoint;
 
 use crate::cli::JoinArgs;
@@ -65,7 +65,7 @@ async fn enrol(
     token: &JoinToken,
     controller: &str,
     node_name: &str,
-    key: &Key,
+    key: &PrivateKey,
 ) -> anyhow::Result<v1::Certificates> {
     let endpoint = Endpoint::from_shared(format!("http://{controller}"))
         .with_context(|| format!("{controller:?} is not HOST:PORT"))?;
@@ -112,11 +112,11 @@ pub fn token_of(argument: &str) -> anyhow::Result<String> {
 }
 
 /// The key of an earlier call, or a new one.
-fn key_in(dir: &Path) -> anyhow::Result<(Key, PathBuf)> {
+fn key_in(dir: &Path) -> anyhow::Result<(PrivateKey, PathBuf)> {
     let path = dir.join(KEY_FILE);
     match fs::read(&path) {
         Ok(der) => {
-            if let Ok(key) = Key::from_pkcs8(&der) {
+            if let Ok(key) = PrivateKey::from_pkcs8(&der) {
                 return Ok((key, path));
             }
             // It was being written when the command was killed: no call was made with it.
@@ -125,7 +125,7 @@ fn key_in(dir: &Path) -> anyhow::Result<(Key, PathBuf)> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(error).context(path.display().to_string()),
     }
-    let key = Key::generate()?;
+    let key = PrivateKey::generate()?;
     let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
     let written = made.and_then(|mut file| {
         file.write_all(key.to_pkcs8())?;

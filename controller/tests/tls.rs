@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
 use shorthorn_api::v1::node_client::NodeClient;
-use shorthorn_pki::{Bundle, Connector, Credentials, Key, Pin, Role, load};
+use shorthorn_pki::{Bundle, Connector, Credentials, Pin, PrivateKey, Role, load};
 use shorthorn_testkit::binary;
 use shorthorn_testkit::metrics::own_address;
 use shorthorn_testkit::waiting::wait_for_async;
@@ -96,7 +96,7 @@ impl Cluster {
 
     async fn bundle(&self, node: &str) -> Bundle {
         let token = self.ctl(&["node", "token", node]).await.unwrap();
-        enrol(self.tls, token.trim(), node, &Key::generate().unwrap()).await.unwrap()
+        enrol(self.tls, token.trim(), node, &PrivateKey::generate().unwrap()).await.unwrap()
     }
 
     /// The agent of node a, which has joined.
@@ -171,14 +171,14 @@ async fn an_agent_with_the_certificate_of_another_node_is_not_used() {
 async fn a_token_works_once_for_its_node_and_a_pin_names_the_controller() {
     let cluster = Cluster::start().await;
     let token = cluster.ctl(&["node", "token", "a"]).await.unwrap();
-    let (token, key) = (token.trim(), Key::generate().unwrap());
+    let (token, key) = (token.trim(), PrivateKey::generate().unwrap());
     let other_node = enrol(cluster.tls, token, "b", &key).await.unwrap_err();
     assert_eq!(other_node.code(), Code::PermissionDenied, "{other_node}");
     let other_pin = enrol_with_pin(cluster.tls, token, "a", &key, Pin::of(b"other")).await.unwrap_err();
     assert!(format!("{other_pin:?}").contains("pin"), "{other_pin:?}");
     enrol(cluster.tls, token, "a", &key).await.unwrap();
     enrol(cluster.tls, token, "a", &key).await.expect("the answer was lost");
-    let replayed = enrol(cluster.tls, token, "a", &Key::generate().unwrap()).await.unwrap_err();
+    let replayed = enrol(cluster.tls, token, "a", &PrivateKey::generate().unwrap()).await.unwrap_err();
     assert_eq!(replayed.code(), Code::PermissionDenied, "{replayed}");
     assert!(replayed.message().contains("used"), "{replayed}");
 }

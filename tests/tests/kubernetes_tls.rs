@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
-use shorthorn_pki::{Certificate, Key, Role, SIGNER_NAME, chain_from_pem, request_to_pem};
+use shorthorn_pki::{Certificate, PrivateKey, Role, SIGNER_NAME, chain_from_pem, request_to_pem};
 use shorthorn_tests::apiserver::{ApiServer, NAMESPACE};
 use shorthorn_tests::{binary, install, until};
 
@@ -46,7 +46,7 @@ fn base64(arguments: &[&str], input: &[u8]) -> Result<Vec<u8>> {
 }
 
 /// Makes a request as the kubelet of node m1 does for an agent.
-fn ask(api: &ApiServer, name: &str, node: &str, key: &Key) -> Result<()> {
+fn ask(api: &ApiServer, name: &str, node: &str, key: &PrivateKey) -> Result<()> {
     let pem = request_to_pem(&key.request(node)?);
     let request = String::from_utf8(base64(&["-w0"], pem.as_bytes())?)?;
     let body = json!({
@@ -78,7 +78,7 @@ fn a_kubelet_gets_a_certificate_for_its_node_and_a_lost_ca_is_not_replaced() -> 
     let api = ApiServer::start(&folder.path().join("api"))?;
     install(&api)?;
     let controller = Controller(command(&api, folder.path())?.spawn()?);
-    let key = Key::generate()?;
+    let key = PrivateKey::generate()?;
     ask(&api, "good", "m1", &key)?;
     ask(&api, "other", "m2", &key)?;
     let signed = until_request(&api, "good", |status| status["certificate"].is_string())?;

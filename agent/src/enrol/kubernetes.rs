@@ -8,7 +8,7 @@ use base64::prelude::BASE64_STANDARD;
 use hyper::{Method, StatusCode};
 use serde::Deserialize;
 use serde_json::json;
-use shorthorn_pki::{Key, RequestError, SIGNER_NAME, request_to_pem};
+use shorthorn_pki::{PrivateKey, RequestError, SIGNER_NAME, request_to_pem};
 use thiserror::Error;
 use tokio::time::{Instant, sleep};
 
@@ -65,7 +65,7 @@ pub enum CsrError {
 /// The signed certificates of a request, in PEM, and the key.
 #[derive(Debug)]
 pub struct Signed {
-    pub key: Key,
+    pub key: PrivateKey,
     pub chain: Vec<u8>,
 }
 
@@ -109,7 +109,7 @@ struct Failure {
 /// # Errors
 /// [`CsrError`]; the key is gone then.
 pub async fn request(server: &ApiServer, node_name: &str) -> Result<Signed, CsrError> {
-    let key = Key::generate()?;
+    let key = PrivateKey::generate()?;
     let request = request_to_pem(&key.request(node_name)?);
     let document = json!({
         "apiVersion": "certificates.k8s.io/v1",

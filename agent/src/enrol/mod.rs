@@ -15,7 +15,9 @@ pub mod kubernetes;
 
 use std::path::{Path, PathBuf};
 
-use shorthorn_pki::{Bundle, BundleError, CertificateDer, Identity, Key, Role, Trust, TrustError, UnixTime};
+use shorthorn_pki::{
+    Bundle, BundleError, CertificateDer, Identity, PrivateKey, Role, Trust, TrustError, UnixTime,
+};
 use thiserror::Error;
 
 /// In `tls_dir`: key, certificate and trusted CAs.
@@ -80,7 +82,7 @@ pub fn accept(
     file: &Path,
     known: Option<&Trust>,
     node: &Role,
-    key: &Key,
+    key: &PrivateKey,
     answer: EnrolmentAnswer,
     now: UnixTime,
 ) -> Result<Bundle, AnswerError> {
@@ -128,7 +130,7 @@ mod tests {
             Cluster(Authority::create(ClusterId::new("c0ffee").unwrap(), NOW).unwrap())
         }
 
-        fn signed(&mut self, key: &Key, name: &str) -> Vec<CertificateDer<'static>> {
+        fn signed(&mut self, key: &PrivateKey, name: &str) -> Vec<CertificateDer<'static>> {
             let request = CertificateRequest::from_der(&key.request(name).unwrap()).unwrap();
             let role = Role::node(name).unwrap();
             self.0.sign(&request, &role, NOW).unwrap()
@@ -137,7 +139,7 @@ mod tests {
 
     fn taken(
         known: Option<&Trust>,
-        key: &Key,
+        key: &PrivateKey,
         chain: Vec<CertificateDer<'static>>,
     ) -> Result<Bundle, String> {
         let answer = EnrolmentAnswer { chain, trust: None };
@@ -148,7 +150,7 @@ mod tests {
     #[test]
     fn the_first_ca_is_remembered_and_another_one_is_refused() {
         let (mut ours, mut other) = (Cluster::new(), Cluster::new());
-        let key = Key::generate().unwrap();
+        let key = PrivateKey::generate().unwrap();
         let first = taken(None, &key, ours.signed(&key, "n1")).unwrap();
         assert_eq!(first.trust.authorities(), ours.0.trust().unwrap().authorities());
         taken(Some(&first.trust), &key, ours.signed(&key, "n1")).unwrap();
@@ -159,7 +161,7 @@ mod tests {
     #[test]
     fn a_certificate_for_another_node_or_key_is_refused() {
         let mut ours = Cluster::new();
-        let (key, stranger) = (Key::generate().unwrap(), Key::generate().unwrap());
+        let (key, stranger) = (PrivateKey::generate().unwrap(), PrivateKey::generate().unwrap());
         let refused = taken(None, &key, ours.signed(&key, "n2")).unwrap_err();
         assert!(refused.contains("node/n2") && refused.contains("node_name"), "{refused}");
         assert!(taken(None, &key, ours.signed(&stranger, "n1")).is_err());

@@ -8,7 +8,7 @@ use serde::Serialize;
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_tls_client::ControllerTlsClient;
 use shorthorn_api::v1::revoke_certificate_request::Which;
-use shorthorn_pki::{Bundle, CertificateDer, ClusterId, Identity, Key, Role, Serial, Trust};
+use shorthorn_pki::{Bundle, CertificateDer, ClusterId, Identity, PrivateKey, Role, Serial, Trust};
 use shorthorn_types::status::RollOverPhase;
 use tonic::transport::Channel;
 
@@ -129,7 +129,7 @@ impl Certificates {
             return Err(CtlError::Refused(format!("{} exists: choose another --file", path.display())));
         }
         // The key never leaves this process but for the file.
-        let key = Key::generate().map_err(|error| refused(&error))?;
+        let key = PrivateKey::generate().map_err(|error| refused(&error))?;
         let csr = key.request(&name).map_err(|error| refused(&error))?;
         let request = limited(v1::IssueAdminCertificateRequest { name, csr });
         let issued = self.client.issue_admin_certificate(request).await.map_err(self.error())?;
@@ -164,7 +164,7 @@ fn store(path: &Path, bundle: &Bundle) -> Result<String, CtlError> {
     Ok(format!("{} is valid until {}; keep it secret\n", path.display(), date(until)))
 }
 
-fn bundle(key: &Key, issued: v1::Certificates) -> Result<Bundle, String> {
+fn bundle(key: &PrivateKey, issued: v1::Certificates) -> Result<Bundle, String> {
     let chain = issued.chain.into_iter().map(CertificateDer::from).collect();
     let identity = Identity::new(key, chain).map_err(|error| error.to_string())?;
     let list = issued.trust.unwrap_or_default();

@@ -296,13 +296,13 @@ fn check(spec: &CertificateSigningRequestSpec) -> Result<(NodeName, CertificateR
 #[cfg(test)]
 mod tests {
     use k8s_openapi::api::certificates::v1::CertificateSigningRequestStatus;
-    use shorthorn_pki::{Key, request_to_pem};
+    use shorthorn_pki::{PrivateKey, request_to_pem};
 
     use super::*;
     use crate::kubernetes::fake_api::{FakeApi, fake_client};
 
     fn pem(common_name: &str) -> Vec<u8> {
-        request_to_pem(&Key::generate().unwrap().request(common_name).unwrap()).into_bytes()
+        request_to_pem(&PrivateKey::generate().unwrap().request(common_name).unwrap()).into_bytes()
     }
 
     fn request(user: &str, common_name: &str) -> CertificateSigningRequest {

@@ -12,7 +12,7 @@ use shorthorn_api::v1::node_server::NodeServer;
 use shorthorn_api::v1::node_tls_server::{NodeTls, NodeTlsServer};
 use shorthorn_pki::{
     AccessLayer, Bundle, CertificateDer, ClientAuth, ClusterId, Connector, Credentials, Identity, JoinToken,
-    Key, Limits, Pin, Trust, UnixTime, incoming, store,
+    Limits, Pin, PrivateKey, Trust, UnixTime, incoming, store,
 };
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
@@ -29,7 +29,7 @@ pub struct TlsAgent {
     /// Says that its certificate is due.
     pub claims_to_be_due: Arc<AtomicBool>,
     path: PathBuf,
-    pending: Arc<Mutex<Option<Key>>>,
+    pending: Arc<Mutex<Option<PrivateKey>>>,
 }
 
 pub fn trust(list: v1::TrustList) -> Trust {
@@ -38,7 +38,12 @@ pub fn trust(list: v1::TrustList) -> Trust {
 }
 
 /// Joins by `token` under the name `node`.
-pub async fn enrol(controller: SocketAddr, token: &str, node: &str, key: &Key) -> Result<Bundle, Status> {
+pub async fn enrol(
+    controller: SocketAddr,
+    token: &str,
+    node: &str,
+    key: &PrivateKey,
+) -> Result<Bundle, Status> {
     let pin = token.parse::<JoinToken>().unwrap().pin();
     enrol_with_pin(controller, token, node, key, pin).await
 }
@@ -47,7 +52,7 @@ pub async fn enrol_with_pin(
     controller: SocketAddr,
     token: &str,
     node: &str,
-    key: &Key,
+    key: &PrivateKey,
     pin: Pin,
 ) -> Result<Bundle, Status> {
     let endpoint = Endpoint::from_shared(format!("http://{controller}")).unwrap();
@@ -121,7 +126,7 @@ impl NodeTls for TlsAgent {
         &self,
         _: Request<v1::CreateCertificateRequestRequest>,
     ) -> Result<Response<v1::CertificateRequest>, Status> {
-        let key = Key::generate().unwrap();
+        let key = PrivateKey::generate().unwrap();
         let csr = key.request(&self.fake.name).unwrap();
         *self.pending.lock().unwrap() = Some(key);
         Ok(Response::new(v1::CertificateRequest { csr }))

@@ -17,7 +17,7 @@ use thiserror::Error;
 use time::OffsetDateTime;
 
 use crate::bundle::{BundleError, Identity};
-use crate::key::Key;
+use crate::key::PrivateKey;
 use crate::request::{CertificateRequest, RequestError};
 use crate::role::{ClusterId, Name, NameError, Role};
 use crate::serial::Serial;
@@ -236,7 +236,7 @@ impl Authority {
     /// # Errors
     /// [`AuthorityError`].
     pub fn issue(&mut self, role: &Role, now: UnixTime) -> Result<Identity, AuthorityError> {
-        let key = Key::generate()?;
+        let key = PrivateKey::generate()?;
         let chain = self.sign_key(&key.0, role, now)?;
         Ok(Identity::new(&key, chain)?)
     }
@@ -480,7 +480,7 @@ impl std::fmt::Debug for Signer {
 
 impl Signer {
     pub(crate) fn create(cluster: &ClusterId, now: UnixTime) -> Result<Signer, AuthorityError> {
-        let key = Key::generate()?;
+        let key = PrivateKey::generate()?;
         let serial = Serial::draw().map_err(|_| AuthorityError::Sign("no random numbers".to_owned()))?;
         let not_after = now.as_secs().saturating_add(AUTHORITY_SECONDS);
         let mut params = CertificateParams::default();
@@ -500,11 +500,11 @@ impl Signer {
         der.ok_or_else(|| AuthorityError::Stored("a certificate that is not hexadecimal digits".to_owned()))
     }
 
-    fn key(&self) -> Result<Key, AuthorityError> {
+    fn key(&self) -> Result<PrivateKey, AuthorityError> {
         let der = from_hex(&self.key);
         let der =
             der.ok_or_else(|| AuthorityError::Stored("a key that is not hexadecimal digits".to_owned()))?;
-        Ok(Key::from_pkcs8(&der)?)
+        Ok(PrivateKey::from_pkcs8(&der)?)
     }
 }
 

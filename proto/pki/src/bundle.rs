@@ -10,7 +10,7 @@ use rustls::sign::CertifiedKey;
 use thiserror::Error;
 
 use crate::certificate::{Certificate, CertificateError};
-use crate::key::Key;
+use crate::key::PrivateKey;
 use crate::request::RequestError;
 use crate::trust::Trust;
 
@@ -85,7 +85,7 @@ impl Identity {
     ///
     /// # Errors
     /// [`BundleError`] if they do not fit.
-    pub fn new(key: &Key, chain: Vec<CertificateDer<'static>>) -> Result<Identity, BundleError> {
+    pub fn new(key: &PrivateKey, chain: Vec<CertificateDer<'static>>) -> Result<Identity, BundleError> {
         Identity::from_pkcs8(key.to_pkcs8().to_vec(), chain)
     }
 
@@ -118,8 +118,8 @@ impl Identity {
     ///
     /// # Errors
     /// [`RequestError::Key`] if the key is of a kind that this program cannot use for requests.
-    pub fn key(&self) -> Result<Key, RequestError> {
-        Key::from_pkcs8(&self.key)
+    pub fn key(&self) -> Result<PrivateKey, RequestError> {
+        PrivateKey::from_pkcs8(&self.key)
     }
 }
 

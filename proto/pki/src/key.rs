@@ -6,30 +6,30 @@ use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
 use crate::request::RequestError;
 
 /// A private key of ECDSA on P-256.
-pub struct Key(pub(crate) KeyPair);
+pub struct PrivateKey(pub(crate) KeyPair);
 
-impl std::fmt::Debug for Key {
+impl std::fmt::Debug for PrivateKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Key(hidden)")
+        f.write_str("PrivateKey(hidden)")
     }
 }
 
-impl Key {
+impl PrivateKey {
     /// Makes a key.
     ///
     /// # Errors
     /// [`RequestError::Make`] if the system has no random numbers.
-    pub fn generate() -> Result<Key, RequestError> {
-        KeyPair::generate().map(Key).map_err(|error| RequestError::Make(error.to_string()))
+    pub fn generate() -> Result<PrivateKey, RequestError> {
+        KeyPair::generate().map(PrivateKey).map_err(|error| RequestError::Make(error.to_string()))
     }
 
     /// Reads a key in PKCS#8.
     ///
     /// # Errors
     /// [`RequestError::Key`].
-    pub fn from_pkcs8(der: &[u8]) -> Result<Key, RequestError> {
+    pub fn from_pkcs8(der: &[u8]) -> Result<PrivateKey, RequestError> {
         let der = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(der));
-        KeyPair::try_from(&der).map(Key).map_err(|error| RequestError::Key(error.to_string()))
+        KeyPair::try_from(&der).map(PrivateKey).map_err(|error| RequestError::Key(error.to_string()))
     }
 
     /// The key in PKCS#8.

@@ -43,7 +43,7 @@ pub use connect::{ClientConnection, ConnectError, Connector};
 pub use credentials::{ClientAuth, Credentials};
 pub use file::{StoreError, load, store};
 pub use incoming::{Limits, incoming};
-pub use key::Key;
+pub use key::PrivateKey;
 pub use pinned::enrolment_config;
 pub use request::{CertificateRequest, RequestError, request_to_pem};
 pub use role::{ClusterId, Name, NameError, Role};

@@ -167,10 +167,10 @@ mod tests {
     use rcgen::{CertificateParams, DnType, IsCa, SanType};
 
     use super::*;
-    use crate::Key;
+    use crate::PrivateKey;
 
     fn request(change: impl FnOnce(&mut CertificateParams)) -> Result<CertificateRequest, RequestError> {
-        let key = Key::generate().unwrap();
+        let key = PrivateKey::generate().unwrap();
         let mut params = CertificateParams::default();
         params.distinguished_name = rcgen::DistinguishedName::new();
         params.distinguished_name.push(DnType::CommonName, "node-a");
@@ -180,7 +180,7 @@ mod tests {
 
     #[test]
     fn a_request_names_one_node_only() {
-        let key = Key::generate().unwrap();
+        let key = PrivateKey::generate().unwrap();
         let read = CertificateRequest::from_der(&key.request("node-a").unwrap()).unwrap();
         assert_eq!((read.common_name(), read.public()), ("node-a", key.public()));
         read.check_names("node-a").unwrap();
@@ -207,7 +207,7 @@ mod tests {
 
     #[test]
     fn a_request_without_the_private_key_is_refused() {
-        let key = Key::generate().unwrap();
+        let key = PrivateKey::generate().unwrap();
         let mut der = key.request("node-a").unwrap();
         let last = der.len() - 1;
         der[last] ^= 1;
@@ -229,7 +229,7 @@ mod tests {
 
         #[test]
         fn a_changed_byte_changes_no_content(at in any::<proptest::sample::Index>(), bit in 0..8_u32) {
-            let key = Key::generate().unwrap();
+            let key = PrivateKey::generate().unwrap();
             let mut der = key.request("node-a").unwrap();
             let at = at.index(der.len());
             der[at] ^= 1 << bit;

@@ -17,7 +17,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use shorthorn_pki::{
-    Bundle, BundleError, CertificateDer, Credentials, Key, Role, StoreError, Trust, TrustError, UnixTime,
+    Bundle, BundleError, CertificateDer, Credentials, PrivateKey, Role, StoreError, Trust, TrustError,
+    UnixTime,
 };
 use shorthorn_types::NodeName;
 use thiserror::Error;
@@ -95,7 +96,7 @@ pub struct NodeTls {
 #[derive(Debug, Default)]
 struct RenewalState {
     /// The key of the last request of a controller.
-    requested: Option<Key>,
+    requested: Option<PrivateKey>,
     /// The file as it was read or written last.
     seen: Option<Stamp>,
     /// The reason why the file cannot be used; none if it can be used.
@@ -176,7 +177,7 @@ impl NodeTls {
     /// # Errors
     /// The system has no random numbers.
     pub fn request(&self) -> Result<Vec<u8>, shorthorn_pki::RequestError> {
-        let key = Key::generate()?;
+        let key = PrivateKey::generate()?;
         let request = key.request(name_of(&self.node))?;
         self.change().requested = Some(key);
         Ok(request)
@@ -212,11 +213,16 @@ impl NodeTls {
     ///
     /// # Errors
     /// [`TlsError`]; the certificate of before stays in use.
-    pub fn enrolled(&self, key: &Key, answer: EnrolmentAnswer) -> Result<(), TlsError> {
+    pub fn enrolled(&self, key: &PrivateKey, answer: EnrolmentAnswer) -> Result<(), TlsError> {
         self.take(key, answer, &mut self.change().seen)
     }
 
-    fn take(&self, key: &Key, answer: EnrolmentAnswer, seen: &mut Option<Stamp>) -> Result<(), TlsError> {
+    fn take(
+        &self,
+        key: &PrivateKey,
+        answer: EnrolmentAnswer,
+        seen: &mut Option<Stamp>,
+    ) -> Result<(), TlsError> {
         let current = self.credentials().map(|credentials| credentials.current());
         let known = current.as_ref().map(|bundle| &bundle.trust);
         let bundle = enrol::accept(&self.file, known, &self.node, key, answer, now())?;

@@ -66,7 +66,7 @@ fn a_leaf_signs_nothing() {
     let serial = Serial::draw().unwrap();
     let params =
         leaf_params(authority.cluster(), &Role::Controller, &serial, at(0), at(0).as_secs() + 60).unwrap();
-    let forged = params.signed_by(&Key::generate().unwrap().0, &issuer).unwrap();
+    let forged = params.signed_by(&PrivateKey::generate().unwrap().0, &issuer).unwrap();
     let trust = authority.trust().unwrap();
     assert!(trust.verify(forged.der(), Usage::Client, None, at(0)).is_err());
 }
@@ -190,13 +190,13 @@ fn a_node_joins_once_by_token_and_only_under_its_name() {
     let mut authority = authority();
     let token = authority.create_token(Some("a"), 60, at(0)).unwrap();
     assert_eq!(token.pin(), authority.pin().unwrap());
-    let key = Key::generate().unwrap();
+    let key = PrivateKey::generate().unwrap();
     let request = CertificateRequest::from_der(&key.request("a").unwrap()).unwrap();
     assert!(authority.enrol(&token, "b", &request, at(1)).is_err());
     let chain = authority.enrol(&token, "a", &request, at(1)).unwrap();
     let identity = Identity::new(&key, chain).unwrap();
     assert_eq!(identity.certificate().name.role, node("a"));
-    let other = CertificateRequest::from_der(&Key::generate().unwrap().request("a").unwrap()).unwrap();
+    let other = CertificateRequest::from_der(&PrivateKey::generate().unwrap().request("a").unwrap()).unwrap();
     let replayed = authority.enrol(&token, "a", &other, at(2));
     assert!(matches!(replayed, Err(AuthorityError::Token(TokenError::Used))), "{replayed:?}");
     assert!(authority.create_token(Some("-"), 60, at(0)).is_err());
