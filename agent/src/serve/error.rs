@@ -5,7 +5,7 @@ use std::path::Path;
 use shorthorn_api::ViewError;
 use shorthorn_control::SpecError;
 use shorthorn_store::StoreError;
-use shorthorn_types::{NameError, ReplicaIdError, TooManyMembers};
+use shorthorn_types::{ReplicaIdError, TooManyMembers, VolumeNameError};
 use thiserror::Error;
 use tonic::{Response, Status};
 
@@ -57,8 +57,8 @@ impl NodeError {
     }
 }
 
-impl From<NameError> for NodeError {
-    fn from(error: NameError) -> NodeError {
+impl From<VolumeNameError> for NodeError {
+    fn from(error: VolumeNameError) -> NodeError {
         NodeError::Invalid(error.to_string())
     }
 }

@@ -28,7 +28,7 @@ pub use generation::{Generation, ParseViewError};
 pub use hexadecimal::{from_hex, hex};
 pub use image_kind::{HEAD_PREFIX, IMAGE_SUFFIX, ImageKind, SNAPSHOT_PREFIX};
 pub use label::{Label, LabelError, Labels, MAX_LABEL_BYTES, labels};
-pub use name::{NameError, VolumeName};
+pub use name::{VolumeName, VolumeNameError};
 pub use node_name::{NodeName, NodeNameError};
 pub use range::{ByteRange, RangeError};
 pub use regions::{

@@ -12,7 +12,7 @@ pub struct VolumeName(String);
 
 /// The reason why a text is not a volume name.
 #[derive(Debug, Error, PartialEq, Eq)]
-pub enum NameError {
+pub enum VolumeNameError {
     /// The text is empty or longer than [`MAX_VOLUME_NAME_BYTES`].
     #[error("volume name {0:?} has {1} characters: it needs 1 to 63")]
     Length(String, usize),
@@ -28,22 +28,22 @@ impl VolumeName {
     /// Checks `text` and takes it as a name.
     ///
     /// # Errors
-    /// [`NameError`] has the problem and its position.
-    pub fn new(text: &str) -> Result<VolumeName, NameError> {
+    /// [`VolumeNameError`] has the problem and its position.
+    pub fn new(text: &str) -> Result<VolumeName, VolumeNameError> {
         if text.is_empty() || text.len() > MAX_VOLUME_NAME_BYTES {
-            return Err(NameError::Length(text.chars().take(80).collect(), text.chars().count()));
+            return Err(VolumeNameError::Length(text.chars().take(80).collect(), text.chars().count()));
         }
         for (at, c) in text.char_indices() {
             let inside = at > 0 && at + c.len_utf8() < text.len();
             if !(c.is_ascii_lowercase() || c.is_ascii_digit() || (c == '-' && inside)) {
-                return Err(NameError::Character(text.to_owned(), c, at));
+                return Err(VolumeNameError::Character(text.to_owned(), c, at));
             }
         }
         Ok(VolumeName(text.to_owned()))
     }
 }
 
-checked_text!(VolumeName, NameError);
+checked_text!(VolumeName, VolumeNameError);
 
 #[cfg(test)]
 mod tests {

@@ -2,7 +2,7 @@
 
 use ring::digest::{Context, SHA256, digest};
 use shorthorn_types::limits::MAX_VOLUME_NAME_BYTES;
-use shorthorn_types::{NameError, VolumeName, hex};
+use shorthorn_types::{VolumeName, VolumeNameError, hex};
 use thiserror::Error;
 
 /// The longest name that a caller may give.
@@ -28,7 +28,7 @@ pub enum CsiNameError {
     Character(char, usize),
     /// The mapped name is invalid.
     #[error(transparent)]
-    Mapped(#[from] NameError),
+    Mapped(#[from] VolumeNameError),
 }
 
 /// Returns the name of the volume that a caller calls `csi_name`. The name stays the same if possible, as

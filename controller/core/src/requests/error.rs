@@ -1,6 +1,6 @@
 //! The reasons why a call is refused.
 
-use shorthorn_types::NameError;
+use shorthorn_types::VolumeNameError;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 use thiserror::Error;
 
@@ -24,7 +24,7 @@ pub enum RequestError {
     },
     /// The volume's name can never work.
     #[error(transparent)]
-    VolumeName(#[from] NameError),
+    VolumeName(#[from] VolumeNameError),
     /// The node's name can never work.
     #[error(transparent)]
     NodeName(#[from] NodeNameError),
