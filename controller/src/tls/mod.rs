@@ -14,8 +14,8 @@ use std::time::SystemTime;
 use shorthorn_api::v1;
 use shorthorn_controller_core::NodeName;
 use shorthorn_pki::{
-    Authority, AuthorityError, Bundle, BundleError, ClusterId, Credentials, NameError, Pin, Role, Trust,
-    UnixTime,
+    Authority, AuthorityError, Bundle, BundleError, CertificateNameError, ClusterId, Credentials, Pin, Role,
+    Trust, UnixTime,
 };
 use thiserror::Error;
 use tokio::sync::{Notify, RwLock};
@@ -42,7 +42,7 @@ pub enum TlsError {
     Bundle(#[from] BundleError),
     /// The id of the cluster cannot be a part of a certificate.
     #[error(transparent)]
-    Name(#[from] NameError),
+    Name(#[from] CertificateNameError),
     /// The rest of the place is for revocations.
     #[error("the CA has records of too many certificates and tokens: wait until some expire")]
     Full,

@@ -19,7 +19,7 @@ use time::OffsetDateTime;
 use crate::bundle::{BundleError, Identity};
 use crate::key::PrivateKey;
 use crate::request::{CertificateRequest, RequestError};
-use crate::role::{ClusterId, Name, NameError, Role};
+use crate::role::{CertificateName, CertificateNameError, ClusterId, Role};
 use crate::serial::Serial;
 use crate::token::{JoinToken, StoredToken, TOKENS_MAX, TokenError, redeem};
 use crate::trust::{Pin, REVOKED_MAX, Trust, TrustError};
@@ -86,7 +86,7 @@ pub enum AuthorityError {
     Request(#[from] RequestError),
     /// The name is not valid.
     #[error(transparent)]
-    Name(#[from] NameError),
+    Name(#[from] CertificateNameError),
     /// The token is refused.
     #[error(transparent)]
     Token(#[from] TokenError),
@@ -422,7 +422,7 @@ fn leaf_params(
     now: UnixTime,
     not_after: u64,
 ) -> Result<CertificateParams, AuthorityError> {
-    let name = Name { cluster: cluster.clone(), role: role.clone() };
+    let name = CertificateName { cluster: cluster.clone(), role: role.clone() };
     let mut params = CertificateParams::default();
     params.not_before = date(now.as_secs().saturating_sub(BACKDATED_SECONDS))?;
     params.not_after = date(not_after)?;
@@ -528,7 +528,7 @@ fn records<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Issued>, D:
     for StoredRecord { serial, role, not_after, signer } in Vec::deserialize(deserializer)? {
         match role.parse::<Role>() {
             Ok(role) => records.push(Issued { serial, role, not_after, signer }),
-            Err(NameError::Node(_)) => {}
+            Err(CertificateNameError::Node(_)) => {}
             Err(error) => return Err(serde::de::Error::custom(error)),
         }
     }
@@ -542,7 +542,8 @@ fn names_no_node_can_have(text: &[u8]) -> serde_json::Result<Vec<Revoked>> {
     struct Records {
         issued: Vec<StoredRecord>,
     }
-    let impossible = |record: &StoredRecord| matches!(record.role.parse::<Role>(), Err(NameError::Node(_)));
+    let impossible =
+        |record: &StoredRecord| matches!(record.role.parse::<Role>(), Err(CertificateNameError::Node(_)));
     let records = serde_json::from_slice::<Records>(text)?.issued.into_iter().filter(impossible);
     Ok(records.map(|record| Revoked { serial: record.serial, not_after: record.not_after }).collect())
 }

@@ -6,7 +6,7 @@ use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::FromDer;
 
-use crate::role::{Name, NameError};
+use crate::role::{CertificateName, CertificateNameError};
 use crate::serial::Serial;
 
 /// The longest certificate that is read.
@@ -18,7 +18,7 @@ pub struct Certificate {
     /// Distinguishes it from the others of its CA.
     pub serial: Serial,
     /// The identity of its holder.
-    pub name: Name,
+    pub name: CertificateName,
     /// Seconds since 1970 from which it is valid.
     pub not_before: u64,
     /// Seconds since 1970 until which it is valid.
@@ -38,7 +38,7 @@ pub enum CertificateError {
     Names(usize),
     /// A certificate of another kind.
     #[error("the certificate is not one of Shorthorn: {0}")]
-    Name(#[from] NameError),
+    Name(#[from] CertificateNameError),
 }
 
 impl Certificate {
@@ -93,7 +93,7 @@ impl Certificate {
     }
 }
 
-fn name(parsed: &X509Certificate<'_>) -> Result<Name, CertificateError> {
+fn name(parsed: &X509Certificate<'_>) -> Result<CertificateName, CertificateError> {
     let names = parsed
         .subject_alternative_name()
         .map_err(|_| CertificateError::Read("names that cannot be read, or twice"))?

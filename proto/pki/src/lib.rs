@@ -1,6 +1,7 @@
 //! Certificates of one cluster, and the mutual TLS that they give.
 //!
-//! - [`Name`] is the identity in a certificate: a cluster and a [`Role`]. [`Certificate`] reads it.
+//! - [`CertificateName`] is the identity in a certificate: a cluster and a [`Role`].
+//!   [`Certificate`] reads it.
 //! - [`Authority`] is the cluster's CA with its rules: it signs, revokes, makes join tokens and rolls over.
 //! - [`Identity`] is a key with its certificate, [`Trust`] is the list of CAs and revoked serials. [`Bundle`]
 //!   has both, as one PEM file.
@@ -46,7 +47,7 @@ pub use incoming::{Limits, incoming};
 pub use key::PrivateKey;
 pub use pinned::enrolment_config;
 pub use request::{CertificateRequest, RequestError, request_to_pem};
-pub use role::{ClusterId, Name, NameError, Role};
+pub use role::{CertificateName, CertificateNameError, ClusterId, Role};
 pub use serial::Serial;
 pub use token::{JoinToken, TokenError};
 pub use trust::{Pin, Trust, TrustError};

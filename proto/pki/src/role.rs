@@ -44,7 +44,7 @@ impl Role {
 
 /// The identity in a certificate.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Name {
+pub struct CertificateName {
     /// The cluster that the holder belongs to.
     pub cluster: ClusterId,
     /// The role of the holder in the cluster.
@@ -53,7 +53,7 @@ pub struct Name {
 
 /// A text is not a name.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-pub enum NameError {
+pub enum CertificateNameError {
     /// No cluster has this id.
     #[error("{0:?} is not a cluster id: use 1 to 64 letters, digits, '-' and '.'")]
     Cluster(String),
@@ -84,35 +84,35 @@ impl ClusterId {
     /// Checks `text`.
     ///
     /// # Errors
-    /// [`NameError::Cluster`].
-    pub fn new(text: &str) -> Result<ClusterId, NameError> {
+    /// [`CertificateNameError::Cluster`].
+    pub fn new(text: &str) -> Result<ClusterId, CertificateNameError> {
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-.".contains(&byte);
         if !is_made_of(text, CLUSTER_MAX_BYTES, allowed) {
-            return Err(NameError::Cluster(shown(text)));
+            return Err(CertificateNameError::Cluster(shown(text)));
         }
         Ok(ClusterId(text.to_owned()))
     }
 }
 
-checked_text!(ClusterId, NameError);
+checked_text!(ClusterId, CertificateNameError);
 
 impl Role {
     /// The role of the node with this name.
     ///
     /// # Errors
-    /// [`NameError::Node`].
-    pub fn node(name: &str) -> Result<Role, NameError> {
+    /// [`CertificateNameError::Node`].
+    pub fn node(name: &str) -> Result<Role, CertificateNameError> {
         Ok(Role::Node(NodeName::new(name)?))
     }
 
     /// The role of the administrator with this name.
     ///
     /// # Errors
-    /// [`NameError::Admin`].
-    pub fn admin(name: &str) -> Result<Role, NameError> {
+    /// [`CertificateNameError::Admin`].
+    pub fn admin(name: &str) -> Result<Role, CertificateNameError> {
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-._@".contains(&byte);
         if !is_made_of(name, ADMIN_MAX_BYTES, allowed) {
-            return Err(NameError::Admin(shown(name)));
+            return Err(CertificateNameError::Admin(shown(name)));
         }
         Ok(Role::Admin(name.to_owned()))
     }
@@ -129,31 +129,31 @@ impl fmt::Display for Role {
 }
 
 impl FromStr for Role {
-    type Err = NameError;
-    fn from_str(text: &str) -> Result<Role, NameError> {
+    type Err = CertificateNameError;
+    fn from_str(text: &str) -> Result<Role, CertificateNameError> {
         if text == "controller" {
             return Ok(Role::Controller);
         }
         match text.split_once('/') {
             Some(("node", name)) => Role::node(name),
             Some(("admin", name)) => Role::admin(name),
-            _ => Err(NameError::Uri(shown(text))),
+            _ => Err(CertificateNameError::Uri(shown(text))),
         }
     }
 }
 
-impl fmt::Display for Name {
+impl fmt::Display for CertificateName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{SCHEME}{}/{}", self.cluster, self.role)
     }
 }
 
-impl FromStr for Name {
-    type Err = NameError;
-    fn from_str(text: &str) -> Result<Name, NameError> {
+impl FromStr for CertificateName {
+    type Err = CertificateNameError;
+    fn from_str(text: &str) -> Result<CertificateName, CertificateNameError> {
         let rest = text.strip_prefix(SCHEME).and_then(|rest| rest.split_once('/'));
-        let (cluster, role) = rest.ok_or_else(|| NameError::Uri(shown(text)))?;
-        Ok(Name { cluster: ClusterId::new(cluster)?, role: role.parse()? })
+        let (cluster, role) = rest.ok_or_else(|| CertificateNameError::Uri(shown(text)))?;
+        Ok(CertificateName { cluster: ClusterId::new(cluster)?, role: role.parse()? })
     }
 }
 
@@ -170,7 +170,7 @@ mod tests {
             "shorthorn://c0ffee/node/worker-1.example",
             "shorthorn://c0ffee/admin/ann@example.com",
         ] {
-            assert_eq!(good.parse::<Name>().unwrap().to_string(), good);
+            assert_eq!(good.parse::<CertificateName>().unwrap().to_string(), good);
         }
         for bad in [
             "",
@@ -188,7 +188,7 @@ mod tests {
             "shorthorn://c/admin/",
             "spiffe://c/controller",
         ] {
-            assert!(bad.parse::<Name>().is_err(), "{bad:?}");
+            assert!(bad.parse::<CertificateName>().is_err(), "{bad:?}");
         }
     }
 
@@ -197,7 +197,7 @@ mod tests {
         fn no_text_has_two_readings(
             text in "(shorthorn://)?[a-c./]{0,12}(controller|node/|admin/)?[a-cA./@]{0,8}"
         ) {
-            if let Ok(name) = text.parse::<Name>() {
+            if let Ok(name) = text.parse::<CertificateName>() {
                 prop_assert_eq!(name.to_string(), text);
             }
         }
