@@ -8,7 +8,7 @@ use base64::prelude::BASE64_STANDARD;
 use hyper::{Method, StatusCode};
 use serde::Deserialize;
 use serde_json::json;
-use shorthorn_pki::{PrivateKey, RequestError, SIGNER_NAME, request_to_pem};
+use shorthorn_pki::{CertificateRequestError, PrivateKey, SIGNER_NAME, request_to_pem};
 use thiserror::Error;
 use tokio::time::{Instant, sleep};
 
@@ -32,7 +32,7 @@ pub enum CsrError {
     Https(#[from] HttpsError),
     /// No key.
     #[error(transparent)]
-    Key(#[from] RequestError),
+    Key(#[from] CertificateRequestError),
     /// The API server refuses the call.
     #[error("the API server refuses to {action} a CertificateSigningRequest: {status} {message}")]
     Refused {

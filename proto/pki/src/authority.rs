@@ -18,7 +18,7 @@ use time::OffsetDateTime;
 
 use crate::bundle::{BundleError, Identity};
 use crate::key::PrivateKey;
-use crate::request::{CertificateRequest, RequestError};
+use crate::request::{CertificateRequest, CertificateRequestError};
 use crate::role::{CertificateName, CertificateNameError, ClusterId, Role};
 use crate::serial::Serial;
 use crate::token::{JoinToken, StoredToken, TOKENS_MAX, TokenError, redeem};
@@ -83,7 +83,7 @@ pub struct Revoked {
 pub enum AuthorityError {
     /// The request is not for a certificate of that kind.
     #[error(transparent)]
-    Request(#[from] RequestError),
+    Request(#[from] CertificateRequestError),
     /// The name is not valid.
     #[error(transparent)]
     Name(#[from] CertificateNameError),

@@ -11,7 +11,7 @@ use thiserror::Error;
 
 use crate::certificate::{Certificate, CertificateError};
 use crate::key::PrivateKey;
-use crate::request::RequestError;
+use crate::request::CertificateRequestError;
 use crate::trust::Trust;
 
 /// The longest bundle that is read: room for the largest list of revoked certificates.
@@ -65,7 +65,7 @@ pub enum BundleError {
     Certificate(#[from] CertificateError),
     /// The private key cannot be read.
     #[error(transparent)]
-    Key(#[from] RequestError),
+    Key(#[from] CertificateRequestError),
     /// Key and certificate are of different origin.
     #[error("the private key does not belong to the certificate: {0}")]
     Pair(String),
@@ -117,8 +117,8 @@ impl Identity {
     /// Returns the private key.
     ///
     /// # Errors
-    /// [`RequestError::Key`] if the key is of a kind that this program cannot use for requests.
-    pub fn key(&self) -> Result<PrivateKey, RequestError> {
+    /// [`CertificateRequestError::Key`] if the key is of a kind that this program cannot use for requests.
+    pub fn key(&self) -> Result<PrivateKey, CertificateRequestError> {
         PrivateKey::from_pkcs8(&self.key)
     }
 }

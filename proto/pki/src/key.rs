@@ -3,7 +3,7 @@
 use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair, PublicKeyData};
 use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
 
-use crate::request::RequestError;
+use crate::request::CertificateRequestError;
 
 /// A private key of ECDSA on P-256.
 pub struct PrivateKey(pub(crate) KeyPair);
@@ -18,18 +18,20 @@ impl PrivateKey {
     /// Makes a key.
     ///
     /// # Errors
-    /// [`RequestError::Make`] if the system has no random numbers.
-    pub fn generate() -> Result<PrivateKey, RequestError> {
-        KeyPair::generate().map(PrivateKey).map_err(|error| RequestError::Make(error.to_string()))
+    /// [`CertificateRequestError::Make`] if the system has no random numbers.
+    pub fn generate() -> Result<PrivateKey, CertificateRequestError> {
+        KeyPair::generate().map(PrivateKey).map_err(|error| CertificateRequestError::Make(error.to_string()))
     }
 
     /// Reads a key in PKCS#8.
     ///
     /// # Errors
-    /// [`RequestError::Key`].
-    pub fn from_pkcs8(der: &[u8]) -> Result<PrivateKey, RequestError> {
+    /// [`CertificateRequestError::Key`].
+    pub fn from_pkcs8(der: &[u8]) -> Result<PrivateKey, CertificateRequestError> {
         let der = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(der));
-        KeyPair::try_from(&der).map(PrivateKey).map_err(|error| RequestError::Key(error.to_string()))
+        KeyPair::try_from(&der)
+            .map(PrivateKey)
+            .map_err(|error| CertificateRequestError::Key(error.to_string()))
     }
 
     /// The key in PKCS#8.
@@ -48,12 +50,14 @@ impl PrivateKey {
     /// a node or of an administrator.
     ///
     /// # Errors
-    /// [`RequestError::Make`].
-    pub fn request(&self, common_name: &str) -> Result<Vec<u8>, RequestError> {
+    /// [`CertificateRequestError::Make`].
+    pub fn request(&self, common_name: &str) -> Result<Vec<u8>, CertificateRequestError> {
         let mut params = CertificateParams::default();
         params.distinguished_name = DistinguishedName::new();
         params.distinguished_name.push(DnType::CommonName, common_name);
         let request = params.serialize_request(&self.0);
-        request.map(|request| request.der().to_vec()).map_err(|error| RequestError::Make(error.to_string()))
+        request
+            .map(|request| request.der().to_vec())
+            .map_err(|error| CertificateRequestError::Make(error.to_string()))
     }
 }

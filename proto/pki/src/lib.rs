@@ -46,7 +46,7 @@ pub use file::{StoreError, load, store};
 pub use incoming::{Limits, incoming};
 pub use key::PrivateKey;
 pub use pinned::enrolment_config;
-pub use request::{CertificateRequest, RequestError, request_to_pem};
+pub use request::{CertificateRequest, CertificateRequestError, request_to_pem};
 pub use role::{CertificateName, CertificateNameError, ClusterId, Role};
 pub use serial::Serial;
 pub use token::{JoinToken, TokenError};

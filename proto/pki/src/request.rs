@@ -22,7 +22,7 @@ pub struct CertificateRequest {
 
 /// A request or a key cannot be used.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-pub enum RequestError {
+pub enum CertificateRequestError {
     /// Not a request in DER, or too long.
     #[error("the certificate signing request cannot be read: {0}")]
     Read(&'static str),
@@ -57,20 +57,20 @@ impl CertificateRequest {
     /// Reads a request in DER and checks its signature.
     ///
     /// # Errors
-    /// [`RequestError`] says why the CA does not sign it.
-    pub fn from_der(der: &[u8]) -> Result<CertificateRequest, RequestError> {
+    /// [`CertificateRequestError`] says why the CA does not sign it.
+    pub fn from_der(der: &[u8]) -> Result<CertificateRequest, CertificateRequestError> {
         if der.len() > MAX_BYTES {
-            return Err(RequestError::Read("more than 16 KiB"));
+            return Err(CertificateRequestError::Read("more than 16 KiB"));
         }
-        let (rest, parsed) =
-            X509CertificationRequest::from_der(der).map_err(|_| RequestError::Read("no PKCS#10 in DER"))?;
+        let (rest, parsed) = X509CertificationRequest::from_der(der)
+            .map_err(|_| CertificateRequestError::Read("no PKCS#10 in DER"))?;
         if !rest.is_empty() {
-            return Err(RequestError::Read("bytes after its end"));
+            return Err(CertificateRequestError::Read("bytes after its end"));
         }
         let info = &parsed.certification_request_info;
         let public = SubjectPublicKeyInfo::from_der(info.subject_pki.raw)
-            .map_err(|error| RequestError::PublicKey(error.to_string()))?;
-        parsed.verify_signature().map_err(|_| RequestError::Signature)?;
+            .map_err(|error| CertificateRequestError::PublicKey(error.to_string()))?;
+        parsed.verify_signature().map_err(|_| CertificateRequestError::Signature)?;
         let common_name = common_name(&parsed)?;
         let dns_names = dns_names(&parsed)?;
         Ok(CertificateRequest { common_name, dns_names, public })
@@ -79,14 +79,14 @@ impl CertificateRequest {
     /// Reads a request in PEM, as Kubernetes has it.
     ///
     /// # Errors
-    /// [`RequestError`] says why the CA does not sign it.
-    pub fn from_pem(text: &[u8]) -> Result<CertificateRequest, RequestError> {
+    /// [`CertificateRequestError`] says why the CA does not sign it.
+    pub fn from_pem(text: &[u8]) -> Result<CertificateRequest, CertificateRequestError> {
         if text.len() > 2 * MAX_BYTES {
-            return Err(RequestError::Read("more than 32 KiB"));
+            return Err(CertificateRequestError::Read("more than 32 KiB"));
         }
-        let block = pem::parse(text).map_err(|_| RequestError::Read("no PEM"))?;
+        let block = pem::parse(text).map_err(|_| CertificateRequestError::Read("no PEM"))?;
         if block.tag() != PEM_TAG {
-            return Err(RequestError::Read("no CERTIFICATE REQUEST in PEM"));
+            return Err(CertificateRequestError::Read("no CERTIFICATE REQUEST in PEM"));
         }
         CertificateRequest::from_der(block.contents())
     }
@@ -94,12 +94,12 @@ impl CertificateRequest {
     /// Checks that the request names `expected` and nothing else.
     ///
     /// # Errors
-    /// [`RequestError::Name`].
-    pub fn check_names(&self, expected: &str) -> Result<(), RequestError> {
+    /// [`CertificateRequestError::Name`].
+    pub fn check_names(&self, expected: &str) -> Result<(), CertificateRequestError> {
         let mut names = std::iter::once(&self.common_name).chain(&self.dns_names);
         match names.find(|name| *name != expected) {
             None => Ok(()),
-            Some(found) => Err(RequestError::Name {
+            Some(found) => Err(CertificateRequestError::Name {
                 found: found.chars().take(80).collect(),
                 expected: expected.to_owned(),
             }),
@@ -127,34 +127,40 @@ pub fn request_to_pem(der: &[u8]) -> String {
 }
 
 /// The subject has to be one common name: the rest, like groups of Kubernetes, would be ignored silently.
-fn common_name(parsed: &X509CertificationRequest<'_>) -> Result<String, RequestError> {
+fn common_name(parsed: &X509CertificationRequest<'_>) -> Result<String, CertificateRequestError> {
     let subject = &parsed.certification_request_info.subject;
     let mut names = subject.iter_common_name();
     let (Some(name), None, 1) = (names.next(), names.next(), subject.iter_attributes().count()) else {
-        return Err(RequestError::Content("a subject that is not one common name"));
+        return Err(CertificateRequestError::Content("a subject that is not one common name"));
     };
-    name.as_str().map(str::to_owned).map_err(|_| RequestError::Content("a common name that is not text"))
+    name.as_str()
+        .map(str::to_owned)
+        .map_err(|_| CertificateRequestError::Content("a common name that is not text"))
 }
 
-fn dns_names(parsed: &X509CertificationRequest<'_>) -> Result<Vec<String>, RequestError> {
+fn dns_names(parsed: &X509CertificationRequest<'_>) -> Result<Vec<String>, CertificateRequestError> {
     let mut found = Vec::new();
     for attribute in parsed.certification_request_info.iter_attributes() {
         let ParsedCriAttribute::ExtensionRequest(requested) = attribute.parsed_attribute() else {
-            return Err(RequestError::Content("an unknown attribute"));
+            return Err(CertificateRequestError::Content("an unknown attribute"));
         };
         for extension in &requested.extensions {
             match extension.parsed_extension() {
                 ParsedExtension::SubjectAlternativeName(names) => {
                     for name in &names.general_names {
                         let GeneralName::DNSName(name) = name else {
-                            return Err(RequestError::Content("an alternative name that is not a DNS name"));
+                            return Err(CertificateRequestError::Content(
+                                "an alternative name that is not a DNS name",
+                            ));
                         };
                         found.push((*name).to_owned());
                     }
                 }
                 // The CA decides about both.
                 ParsedExtension::KeyUsage(_) | ParsedExtension::ExtendedKeyUsage(_) => {}
-                _ => return Err(RequestError::Content("an extension other than names and usages")),
+                _ => {
+                    return Err(CertificateRequestError::Content("an extension other than names and usages"));
+                }
             }
         }
     }
@@ -169,7 +175,9 @@ mod tests {
     use super::*;
     use crate::PrivateKey;
 
-    fn request(change: impl FnOnce(&mut CertificateParams)) -> Result<CertificateRequest, RequestError> {
+    fn request(
+        change: impl FnOnce(&mut CertificateParams),
+    ) -> Result<CertificateRequest, CertificateRequestError> {
         let key = PrivateKey::generate().unwrap();
         let mut params = CertificateParams::default();
         params.distinguished_name = rcgen::DistinguishedName::new();
@@ -184,7 +192,7 @@ mod tests {
         let read = CertificateRequest::from_der(&key.request("node-a").unwrap()).unwrap();
         assert_eq!((read.common_name(), read.public()), ("node-a", key.public()));
         read.check_names("node-a").unwrap();
-        assert!(matches!(read.check_names("node-b"), Err(RequestError::Name { .. })));
+        assert!(matches!(read.check_names("node-b"), Err(CertificateRequestError::Name { .. })));
         let dns = |name: &str| SanType::DnsName(name.try_into().unwrap());
         request(|params| params.subject_alt_names = vec![dns("node-a")])
             .unwrap()
@@ -202,7 +210,7 @@ mod tests {
         let group = |params: &mut CertificateParams| {
             params.distinguished_name.push(DnType::OrganizationName, "system:masters");
         };
-        assert!(matches!(request(group), Err(RequestError::Content(_))));
+        assert!(matches!(request(group), Err(CertificateRequestError::Content(_))));
     }
 
     #[test]
@@ -216,7 +224,7 @@ mod tests {
         longer.push(0);
         assert_eq!(
             CertificateRequest::from_der(&longer).unwrap_err(),
-            RequestError::Read("bytes after its end")
+            CertificateRequestError::Read("bytes after its end")
         );
     }
 

@@ -176,7 +176,7 @@ impl NodeTls {
     ///
     /// # Errors
     /// The system has no random numbers.
-    pub fn request(&self) -> Result<Vec<u8>, shorthorn_pki::RequestError> {
+    pub fn request(&self) -> Result<Vec<u8>, shorthorn_pki::CertificateRequestError> {
         let key = PrivateKey::generate()?;
         let request = key.request(name_of(&self.node))?;
         self.change().requested = Some(key);
