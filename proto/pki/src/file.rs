@@ -16,7 +16,7 @@ const OTHERS: u32 = 0o077;
 
 /// A bundle cannot be loaded or stored.
 #[derive(Debug, Error)]
-pub enum StoreError {
+pub enum BundleFileError {
     /// The system refuses it.
     #[error("cannot {verb} {path}: {error}")]
     Io {
@@ -50,9 +50,9 @@ pub enum StoreError {
 /// Loads the bundle in `path`; none if the file does not exist.
 ///
 /// # Errors
-/// [`StoreError`].
-pub fn load(path: &Path) -> Result<Option<Bundle>, StoreError> {
-    let failed = |error| StoreError::Io { verb: "read", path: path.to_owned(), error };
+/// [`BundleFileError`].
+pub fn load(path: &Path) -> Result<Option<Bundle>, BundleFileError> {
+    let failed = |error| BundleFileError::Io { verb: "read", path: path.to_owned(), error };
     let file = match File::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -60,28 +60,28 @@ pub fn load(path: &Path) -> Result<Option<Bundle>, StoreError> {
     };
     let mode = file.metadata().map_err(failed)?.mode() & 0o777;
     if mode & OTHERS != 0 {
-        return Err(StoreError::Mode { path: path.to_owned(), mode });
+        return Err(BundleFileError::Mode { path: path.to_owned(), mode });
     }
     let mut text = Vec::new();
     let limit = u64::try_from(BUNDLE_MAX_BYTES).unwrap_or(u64::MAX).saturating_add(1);
     file.take(limit).read_to_end(&mut text).map_err(failed)?;
     let bundle = Bundle::from_pem(&text);
-    bundle.map(Some).map_err(|error| StoreError::Bundle { path: path.to_owned(), error })
+    bundle.map(Some).map_err(|error| BundleFileError::Bundle { path: path.to_owned(), error })
 }
 
 /// Stores the bundle durably in `path`, readable by its owner only. Either the file of before is there
 /// afterwards or the new one, each with a key and the certificate that fits.
 ///
 /// # Errors
-/// [`StoreError`]; the file of before is then still there.
-pub fn store(path: &Path, bundle: &Bundle) -> Result<(), StoreError> {
-    let of_bundle = |error| StoreError::Bundle { path: path.to_owned(), error };
+/// [`BundleFileError`]; the file of before is then still there.
+pub fn store(path: &Path, bundle: &Bundle) -> Result<(), BundleFileError> {
+    let of_bundle = |error| BundleFileError::Bundle { path: path.to_owned(), error };
     bundle.check().map_err(of_bundle)?;
     let text = bundle.to_pem().map_err(of_bundle)?;
     let temporary = temporary(path);
     let failed = |verb, path: &Path| {
         let path = path.to_owned();
-        move |error| StoreError::Io { verb, path, error }
+        move |error| BundleFileError::Io { verb, path, error }
     };
     // Removes the file of an interrupted store. Opening a new file does not follow a link in its place.
     match fs::remove_file(&temporary) {
@@ -161,7 +161,7 @@ mod tests {
         store(&path, &bundles().0).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
         let error = load(&path).unwrap_err();
-        assert!(matches!(error, StoreError::Mode { mode: 0o640, .. }), "{error}");
+        assert!(matches!(error, BundleFileError::Mode { mode: 0o640, .. }), "{error}");
     }
 
     #[test]

@@ -42,7 +42,7 @@ pub use certificate::{Certificate, CertificateError};
 pub use certificate_check::{CheckedConnection, TlsPeer};
 pub use connect::{ClientConnection, ConnectError, Connector};
 pub use credentials::{ClientAuth, Credentials};
-pub use file::{StoreError, load, store};
+pub use file::{BundleFileError, load, store};
 pub use incoming::{Limits, incoming};
 pub use key::PrivateKey;
 pub use pinned::enrolment_config;

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use shorthorn_pki::{
-    Bundle, BundleError, CertificateDer, Credentials, PrivateKey, Role, StoreError, Trust, TrustError,
+    Bundle, BundleError, BundleFileError, CertificateDer, Credentials, PrivateKey, Role, Trust, TrustError,
     UnixTime,
 };
 use shorthorn_types::NodeName;
@@ -39,7 +39,7 @@ pub enum TlsError {
     Answer(#[from] AnswerError),
     /// The file cannot be read or written.
     #[error(transparent)]
-    Store(#[from] StoreError),
+    Store(#[from] BundleFileError),
     /// Key, certificate and CAs do not belong together.
     #[error(transparent)]
     Bundle(#[from] BundleError),
