@@ -35,7 +35,7 @@ const PORT: u16 = 80;
 /// A connection cannot be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum ConnectError {
+pub enum EndpointError {
     /// The text is not an address.
     #[error("{0} has no host: use HOST:PORT")]
     NoHost(Uri),
@@ -134,15 +134,15 @@ impl Connector {
     /// Connects to the host and port of `uri`.
     ///
     /// # Errors
-    /// [`ConnectError`] of the last address that was tried.
-    pub async fn connect(&self, uri: &Uri) -> Result<ClientConnection, ConnectError> {
-        let host = uri.host().ok_or_else(|| ConnectError::NoHost(uri.clone()))?;
+    /// [`EndpointError`] of the last address that was tried.
+    pub async fn connect(&self, uri: &Uri) -> Result<ClientConnection, EndpointError> {
+        let host = uri.host().ok_or_else(|| EndpointError::NoHost(uri.clone()))?;
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let port = uri.port_u16().unwrap_or(PORT);
         // The name is resolved first: "localhost" counts as this host only if it is an address of it.
         let found = lookup_host((host.as_str(), port)).await;
-        let found = found.map_err(|error| ConnectError::Resolve { host: host.clone(), error })?;
-        let mut result = Err(ConnectError::NoAddress(host.clone()));
+        let found = found.map_err(|error| EndpointError::Resolve { host: host.clone(), error })?;
+        let mut result = Err(EndpointError::NoAddress(host.clone()));
         for address in found.take(ADDRESSES_MAX) {
             result = self.connect_to(address).await;
             if result.is_ok() {
@@ -152,7 +152,7 @@ impl Connector {
         result
     }
 
-    async fn connect_to(&self, address: SocketAddr) -> Result<ClientConnection, ConnectError> {
+    async fn connect_to(&self, address: SocketAddr) -> Result<ClientConnection, EndpointError> {
         let is_plain = !self.always_tls && address.ip().to_canonical().is_loopback();
         let config = match &self.mode {
             _ if is_plain => None,
@@ -160,19 +160,19 @@ impl Connector {
                 Some(config)
             }
             Mode::Role { .. } => {
-                return Err(ConnectError::NoIdentity(address, "enrol it first"));
+                return Err(EndpointError::NoIdentity(address, "enrol it first"));
             }
             Mode::Pinned(config) => Some(config),
-            Mode::Refused(remedy) => return Err(ConnectError::NoIdentity(address, remedy)),
+            Mode::Refused(remedy) => return Err(EndpointError::NoIdentity(address, remedy)),
         };
-        let failed = |error| ConnectError::Connect { address, error };
+        let failed = |error| EndpointError::Connect { address, error };
         let stream = limited(TcpStream::connect(address)).await.map_err(failed)?;
         stream.set_nodelay(true).map_err(failed)?;
         let Some(config) = config else { return Ok(ClientConnection::Plain(stream)) };
         let shaking = TlsConnector::from(Arc::clone(config)).connect(ServerName::from(address.ip()), stream);
         let shaken = limited(shaking).await;
         let stream =
-            shaken.map_err(|error| ConnectError::Handshake { address, error: plain_words(error) })?;
+            shaken.map_err(|error| EndpointError::Handshake { address, error: plain_words(error) })?;
         self.checked(stream, address)
     }
 
@@ -180,11 +180,11 @@ impl Connector {
         &self,
         stream: TlsStream<TcpStream>,
         address: SocketAddr,
-    ) -> Result<ClientConnection, ConnectError> {
+    ) -> Result<ClientConnection, EndpointError> {
         let Mode::Role { credentials, expected, .. } = &self.mode else {
             return Ok(ClientConnection::Pinned(Box::new(stream)));
         };
-        let failed = |error| ConnectError::Handshake { address, error };
+        let failed = |error| EndpointError::Handshake { address, error };
         let leaf = stream.get_ref().1.peer_certificates().and_then(<[_]>::first).cloned();
         let leaf = leaf.ok_or_else(|| failed(io::Error::other("the server has no certificate")))?;
         let certificate = Certificate::from_der(&leaf).map_err(|error| failed(io::Error::other(error)))?;
@@ -219,10 +219,10 @@ async fn limited<T>(step: impl Future<Output = io::Result<T>>) -> io::Result<T> 
 
 impl Service<Uri> for Connector {
     type Response = TokioIo<ClientConnection>;
-    type Error = ConnectError;
-    type Future = BoxFuture<TokioIo<ClientConnection>, ConnectError>;
+    type Error = EndpointError;
+    type Future = BoxFuture<TokioIo<ClientConnection>, EndpointError>;
 
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), ConnectError>> {
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), EndpointError>> {
         Poll::Ready(Ok(()))
     }
 

@@ -40,7 +40,7 @@ pub use authority::{Authority, AuthorityError, Issued, Revoked};
 pub use bundle::{Bundle, BundleError, Identity, chain_from_pem, chain_to_pem};
 pub use certificate::{Certificate, CertificateError};
 pub use certificate_check::{CheckedConnection, TlsPeer};
-pub use connect::{ClientConnection, ConnectError, Connector};
+pub use connect::{ClientConnection, Connector, EndpointError};
 pub use credentials::{ClientAuth, Credentials};
 pub use file::{BundleFileError, load, store};
 pub use incoming::{Limits, incoming};
