@@ -27,7 +27,7 @@ use self::servers::Servers;
 use self::signals::Signals;
 use crate::api::Diagnostics;
 use crate::config::{Config, DEFAULT_METRICS, StoreConfig};
-use crate::kubernetes::ConnectError;
+use crate::kubernetes::ApiServerError;
 use crate::kubernetes::store::OpenError;
 use crate::metrics::{ControllerMetrics, Metered, Metrics, ReadinessPhase};
 use crate::store::{Store, StoreError};
@@ -41,7 +41,7 @@ pub enum ServeError {
     Store(#[from] StoreError),
     /// The API server cannot be reached.
     #[error(transparent)]
-    Connect(#[from] ConnectError),
+    Connect(#[from] ApiServerError),
     /// The objects of Kubernetes cannot be used.
     #[error(transparent)]
     Kubernetes(#[from] OpenError),

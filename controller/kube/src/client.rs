@@ -15,7 +15,7 @@ const READ_LIMIT: Duration = Duration::from_secs(180);
 
 /// The reason why the API server cannot be reached.
 #[derive(Debug, Error)]
-pub enum ConnectError {
+pub enum ApiServerError {
     /// The file is not a kubeconfig.
     #[error("the kubeconfig {0} cannot be used: {1}")]
     Kubeconfig(PathBuf, kube::config::KubeconfigError),
@@ -34,38 +34,38 @@ pub enum ConnectError {
 /// connected yet. Without a kubeconfig, it connects like a pod, or else like kubectl.
 ///
 /// # Errors
-/// [`ConnectError`].
-pub async fn client_of_controller(kubeconfig: Option<&Path>) -> Result<Client, ConnectError> {
+/// [`ApiServerError`].
+pub async fn client_of_controller(kubeconfig: Option<&Path>) -> Result<Client, ApiServerError> {
     let mut found = find(kubeconfig, None).await?;
     found.connect_timeout = Some(CONNECT_LIMIT);
     found.read_timeout = Some(READ_LIMIT);
-    Client::try_from(found).map_err(ConnectError::Client)
+    Client::try_from(found).map_err(ApiServerError::Client)
 }
 
 /// Returns a client for a command, whose connections may be silent for long.
 ///
 /// # Errors
-/// [`ConnectError`].
-pub async fn client_of(kubeconfig: Option<&Path>, context: Option<&str>) -> Result<Client, ConnectError> {
+/// [`ApiServerError`].
+pub async fn client_of(kubeconfig: Option<&Path>, context: Option<&str>) -> Result<Client, ApiServerError> {
     let mut found = find(kubeconfig, context).await?;
     found.connect_timeout = Some(CONNECT_LIMIT);
     found.read_timeout = None;
-    Client::try_from(found).map_err(ConnectError::Client)
+    Client::try_from(found).map_err(ApiServerError::Client)
 }
 
 /// Returns the API server of that context, of the current one, or of the pod that this runs in.
-async fn find(kubeconfig: Option<&Path>, context: Option<&str>) -> Result<Config, ConnectError> {
+async fn find(kubeconfig: Option<&Path>, context: Option<&str>) -> Result<Config, ApiServerError> {
     let options = KubeConfigOptions { context: context.map(str::to_owned), ..KubeConfigOptions::default() };
     match (kubeconfig, context) {
         (Some(path), _) => {
-            let refused = |error| ConnectError::Kubeconfig(path.to_owned(), error);
+            let refused = |error| ApiServerError::Kubeconfig(path.to_owned(), error);
             let kubeconfig = Kubeconfig::read_from(path).map_err(refused)?;
             Config::from_custom_kubeconfig(kubeconfig, &options).await.map_err(refused)
         }
         (None, Some(context)) => {
-            let refused = |error| ConnectError::Context(context.to_owned(), error);
+            let refused = |error| ApiServerError::Context(context.to_owned(), error);
             Config::from_kubeconfig(&options).await.map_err(refused)
         }
-        (None, None) => Config::infer().await.map_err(ConnectError::Infer),
+        (None, None) => Config::infer().await.map_err(ApiServerError::Infer),
     }
 }

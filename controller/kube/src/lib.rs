@@ -15,7 +15,7 @@ use kube::core::ApiResource;
 use shorthorn_objects::Kind;
 
 pub use calls::{CallError, bounded, is_code};
-pub use client::{ConnectError, client_of};
+pub use client::{ApiServerError, client_of};
 
 /// The default namespace of the controller and the custom resources.
 pub const DEFAULT_NAMESPACE: &str = "shorthorn-system";

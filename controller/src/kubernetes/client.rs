@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::ValueEnum;
 use kube::Client;
 use serde::Deserialize;
-use shorthorn_kube::ConnectError;
+use shorthorn_kube::ApiServerError;
 use shorthorn_kube::client::client_of_controller;
 
 /// The treatment of pods that Kubernetes wants elsewhere while their node is lost.
@@ -63,7 +63,7 @@ impl KubernetesConfig {
 /// Returns a client; nothing is connected yet.
 ///
 /// # Errors
-/// [`ConnectError`].
-pub async fn connect(config: &KubernetesConfig) -> Result<Client, ConnectError> {
+/// [`ApiServerError`].
+pub async fn connect(config: &KubernetesConfig) -> Result<Client, ApiServerError> {
     client_of_controller(config.kubeconfig.as_deref()).await
 }

@@ -34,5 +34,5 @@ pub mod workloads;
 pub use ca_secret::CaSecret;
 pub use client::{KubernetesConfig, NodeDrainPolicy, PodsOfLostNodes, connect};
 pub use shorthorn_kube::{
-    ConnectError, FIELD_MANAGER, GROUP, KINDS, VERSION, VOLUME_LABEL, crds, kind_name, plural, resource,
+    ApiServerError, FIELD_MANAGER, GROUP, KINDS, VERSION, VOLUME_LABEL, crds, kind_name, plural, resource,
 };
