@@ -16,7 +16,7 @@ use crate::enrol::kubernetes::{self, CsrError};
 use crate::serve::blocking;
 use crate::serve::config::KubeconfigChoice;
 use crate::serve::error::NodeError;
-use crate::serve::tls::{NodeTls, TlsError, name_of};
+use crate::serve::tls::{NodeCertificateError, NodeTls, name_of};
 
 /// Time between two checks of the file that `shorthorn-agent join` replaces. The command waits until the
 /// agent has taken the file.
@@ -42,7 +42,7 @@ enum EnrolError {
     #[error("the certificate in the CertificateSigningRequest cannot be read: {0}")]
     Chain(#[from] BundleError),
     #[error(transparent)]
-    Tls(#[from] TlsError),
+    Tls(#[from] NodeCertificateError),
 }
 
 /// Enrols this node whenever that is needed, and follows the file, until the agent stops.

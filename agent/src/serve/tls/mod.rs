@@ -33,7 +33,7 @@ pub use service::{TlsService, trust};
 
 /// The node cannot use a certificate or a list of CAs.
 #[derive(Debug, Error)]
-pub enum TlsError {
+pub enum NodeCertificateError {
     /// The certificate does not fit this node.
     #[error(transparent)]
     Answer(#[from] AnswerError),
@@ -167,8 +167,8 @@ impl NodeTls {
         }
     }
 
-    fn load(&self) -> Result<(), TlsError> {
-        let bundle = load(&self.file, &self.node)?.ok_or(TlsError::NotEnrolled)?;
+    fn load(&self) -> Result<(), NodeCertificateError> {
+        let bundle = load(&self.file, &self.node)?.ok_or(NodeCertificateError::NotEnrolled)?;
         self.publish(bundle)
     }
 
@@ -186,8 +186,8 @@ impl NodeTls {
     /// Takes the certificate for the key of the last [`NodeTls::request`].
     ///
     /// # Errors
-    /// [`TlsError`]; the certificate of before stays in use.
-    pub fn set_certificate(&self, chain: Vec<CertificateDer<'static>>) -> Result<(), TlsError> {
+    /// [`NodeCertificateError`]; the certificate of before stays in use.
+    pub fn set_certificate(&self, chain: Vec<CertificateDer<'static>>) -> Result<(), NodeCertificateError> {
         let mut change = self.change();
         let leaf = chain.first();
         // A repeated call: its answer was lost.
@@ -198,9 +198,9 @@ impl NodeTls {
             return Ok(());
         }
         if let Some(problem) = &change.problem {
-            return Err(TlsError::Unusable(problem.clone()));
+            return Err(NodeCertificateError::Unusable(problem.clone()));
         }
-        let key = change.requested.take().ok_or(TlsError::NoKey)?;
+        let key = change.requested.take().ok_or(NodeCertificateError::NoKey)?;
         let taken = self.take(&key, EnrolmentAnswer { chain, trust: None }, &mut change.seen);
         if taken.is_err() {
             // The right certificate may still come.
@@ -212,8 +212,8 @@ impl NodeTls {
     /// Takes the certificate of an enrolment.
     ///
     /// # Errors
-    /// [`TlsError`]; the certificate of before stays in use.
-    pub fn enrolled(&self, key: &PrivateKey, answer: EnrolmentAnswer) -> Result<(), TlsError> {
+    /// [`NodeCertificateError`]; the certificate of before stays in use.
+    pub fn enrolled(&self, key: &PrivateKey, answer: EnrolmentAnswer) -> Result<(), NodeCertificateError> {
         self.take(key, answer, &mut self.change().seen)
     }
 
@@ -222,7 +222,7 @@ impl NodeTls {
         key: &PrivateKey,
         answer: EnrolmentAnswer,
         seen: &mut Option<Stamp>,
-    ) -> Result<(), TlsError> {
+    ) -> Result<(), NodeCertificateError> {
         let current = self.credentials().map(|credentials| credentials.current());
         let known = current.as_ref().map(|bundle| &bundle.trust);
         let bundle = enrol::accept(&self.file, known, &self.node, key, answer, now())?;
@@ -232,12 +232,12 @@ impl NodeTls {
     /// Takes a list of trusted CAs. An older one than the present changes nothing.
     ///
     /// # Errors
-    /// [`TlsError`]; the list of before stays in use.
-    pub fn set_trust(&self, trust: Trust) -> Result<(), TlsError> {
+    /// [`NodeCertificateError`]; the list of before stays in use.
+    pub fn set_trust(&self, trust: Trust) -> Result<(), NodeCertificateError> {
         let mut change = self.change();
-        let credentials = self.credentials().ok_or(TlsError::NotEnrolled)?;
+        let credentials = self.credentials().ok_or(NodeCertificateError::NotEnrolled)?;
         let current = credentials.current();
-        let identity = current.identity.clone().ok_or(TlsError::NotEnrolled)?;
+        let identity = current.identity.clone().ok_or(NodeCertificateError::NotEnrolled)?;
         let bundle = Bundle { identity: Some(identity), trust };
         bundle.check()?;
         if bundle.trust.version() <= current.trust.version() {
@@ -249,10 +249,10 @@ impl NodeTls {
         self.store(bundle, &mut change.seen)
     }
 
-    fn store(&self, bundle: Bundle, seen: &mut Option<Stamp>) -> Result<(), TlsError> {
+    fn store(&self, bundle: Bundle, seen: &mut Option<Stamp>) -> Result<(), NodeCertificateError> {
         if let Some(dir) = self.file.parent() {
             let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
-            made.map_err(|source| TlsError::Directory { path: dir.to_owned(), source })?;
+            made.map_err(|source| NodeCertificateError::Directory { path: dir.to_owned(), source })?;
         }
         shorthorn_pki::store(&self.file, &bundle)?;
         *seen = stamp(&self.file);
@@ -260,7 +260,7 @@ impl NodeTls {
     }
 
     /// Uses the bundle for later connections.
-    fn publish(&self, bundle: Bundle) -> Result<(), TlsError> {
+    fn publish(&self, bundle: Bundle) -> Result<(), NodeCertificateError> {
         if let Some(identity) = &bundle.identity {
             let (serial, not_after_s) = (&identity.certificate().serial, identity.certificate().not_after);
             let trust = bundle.trust.version();
@@ -285,13 +285,14 @@ impl NodeTls {
 }
 
 /// The content of the file, if it is for this node.
-fn load(file: &Path, node: &Role) -> Result<Option<Bundle>, TlsError> {
+fn load(file: &Path, node: &Role) -> Result<Option<Bundle>, NodeCertificateError> {
     let Some(bundle) = shorthorn_pki::load(file)? else { return Ok(None) };
-    let identity = bundle.identity.as_ref().ok_or_else(|| TlsError::NoCertificate(file.to_owned()))?;
+    let identity =
+        bundle.identity.as_ref().ok_or_else(|| NodeCertificateError::NoCertificate(file.to_owned()))?;
     let found = &identity.certificate().name.role;
     if found != node {
         let (path, found, expected) = (file.to_owned(), found.clone(), node.clone());
-        return Err(TlsError::OtherNode { path, found, expected });
+        return Err(NodeCertificateError::OtherNode { path, found, expected });
     }
     Ok(Some(bundle))
 }

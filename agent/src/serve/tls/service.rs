@@ -9,7 +9,7 @@ use tonic::{Request, Response};
 
 use crate::serve::blocking;
 use crate::serve::error::{NodeError, RpcResult};
-use crate::serve::tls::{NodeTls, TlsError};
+use crate::serve::tls::{NodeCertificateError, NodeTls};
 
 /// The longest certificate that is taken, and the most of them.
 const CERTIFICATE_MAX_BYTES: usize = 16 << 10;
@@ -19,11 +19,13 @@ const CHAIN_MAX: usize = 4;
 #[derive(Clone, Debug)]
 pub struct TlsService(pub Arc<NodeTls>);
 
-impl From<TlsError> for NodeError {
-    fn from(error: TlsError) -> NodeError {
+impl From<NodeCertificateError> for NodeError {
+    fn from(error: NodeCertificateError) -> NodeError {
         let message = error.to_string();
         match error {
-            TlsError::Store(_) | TlsError::Directory { .. } => NodeError::Unavailable(message),
+            NodeCertificateError::Store(_) | NodeCertificateError::Directory { .. } => {
+                NodeError::Unavailable(message)
+            }
             _ => NodeError::Precondition(message),
         }
     }
