@@ -31,7 +31,7 @@ use crate::kubernetes::ApiServerError;
 use crate::kubernetes::store::OpenError;
 use crate::metrics::{ControllerMetrics, Metered, Metrics, ReadinessPhase};
 use crate::store::{Store, StoreError};
-use crate::tls::{CaStorage, Tls, TlsError};
+use crate::tls::{CaError, CaStorage, Tls};
 
 /// The reason why the controller cannot run, or had to end.
 #[derive(Debug, Error)]
@@ -56,7 +56,7 @@ pub enum ServeError {
     Random(#[from] getrandom::Error),
     /// The cluster's CA cannot be used.
     #[error(transparent)]
-    Tls(#[from] TlsError),
+    Tls(#[from] CaError),
     /// The address of the API with TLS is taken, or not ours to take.
     #[error("cannot listen on {0}: {1}; choose another --tls-listen")]
     TlsListen(SocketAddr, io::Error),

@@ -17,7 +17,7 @@ use shorthorn_pki::{CertificateDer, CertificateRequest, Role, SIGNER_NAME, chain
 use tokio::time::Instant;
 
 use super::list_watch::Pages;
-use crate::tls::{Tls, TlsError, now};
+use crate::tls::{CaError, Tls, now};
 
 /// The interval of checking the requests.
 const EVERY: Duration = Duration::from_secs(5);
@@ -135,7 +135,7 @@ async fn handle_one(
         return Ok(());
     };
     match &error {
-        SignError::Tls(TlsError::Authority(error)) => {
+        SignError::Tls(CaError::Authority(error)) => {
             tracing::error!(request = found.metadata.name, %error, "a request is not signed");
         }
         // It was removed or decided meanwhile, or this one is not acceptable.
@@ -183,7 +183,7 @@ enum SignError {
     #[error(transparent)]
     Call(#[from] CallError),
     #[error(transparent)]
-    Tls(#[from] TlsError),
+    Tls(#[from] CaError),
 }
 
 async fn sign(

@@ -30,7 +30,7 @@ const RECORDS_MAX_BYTES: usize = 800_000;
 /// The CA cannot be used, or refuses.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum TlsError {
+pub enum CaError {
     /// The state of the CA cannot be loaded or stored.
     #[error("the cluster's CA: {0}")]
     CaStorage(#[from] CaStorageError),
@@ -96,8 +96,8 @@ impl Tls {
     /// Loads the CA of `cluster`, or makes it, and makes a certificate for this controller.
     ///
     /// # Errors
-    /// [`TlsError`]; a CA that is lost or damaged is never replaced.
-    pub async fn open(ca_storage: Arc<dyn CaStorage>, cluster: &str) -> Result<Arc<Tls>, TlsError> {
+    /// [`CaError`]; a CA that is lost or damaged is never replaced.
+    pub async fn open(ca_storage: Arc<dyn CaStorage>, cluster: &str) -> Result<Arc<Tls>, CaError> {
         let expected = ClusterId::new(cluster)?;
         let stored = ca_storage.load().await?.map(read).transpose()?;
         // A cluster whose volume key was recreated has another id. Its CA is of use to enrolled nodes only.
@@ -112,7 +112,7 @@ impl Tls {
             }
         };
         if *authority.cluster() != expected {
-            return Err(TlsError::OtherCluster { found: authority.cluster().clone(), expected });
+            return Err(CaError::OtherCluster { found: authority.cluster().clone(), expected });
         }
         let identity = authority.issue(&Role::Controller, now())?;
         let bundle = Bundle { identity: Some(identity), trust: authority.trust()? };
@@ -138,14 +138,14 @@ impl Tls {
     pub(crate) async fn change<T>(
         &self,
         change: impl FnOnce(&mut Authority) -> Result<T, AuthorityError> + Send,
-    ) -> Result<T, TlsError> {
+    ) -> Result<T, CaError> {
         let mut authority = self.authority.write().await;
         let mut changed = authority.clone();
         let result = change(&mut changed)?;
         let state = stored_form(&changed)?;
         let is_new_trust = changed.trust()?.version() != authority.trust()?.version();
         if !is_new_trust && state.len() > RECORDS_MAX_BYTES {
-            return Err(TlsError::Full);
+            return Err(CaError::Full);
         }
         if let Err(error) = self.ca_storage.save(state).await {
             self.take_stored(&mut authority).await;
@@ -175,7 +175,7 @@ impl Tls {
         let taken = stored.and_then(|stored| {
             if stored.cluster() != authority.cluster() {
                 let (found, expected) = (stored.cluster().clone(), authority.cluster().clone());
-                return Err(TlsError::OtherCluster { found, expected });
+                return Err(CaError::OtherCluster { found, expected });
             }
             self.set(authority, stored);
             self.take_certificate(authority)
@@ -200,7 +200,7 @@ impl Tls {
     }
 
     /// A new certificate for this controller, if its own is due.
-    async fn renew_own(&self) -> Result<(), TlsError> {
+    async fn renew_own(&self) -> Result<(), CaError> {
         let is_due = {
             let current = self.credentials.current();
             current.identity.as_ref().is_none_or(|identity| identity.certificate().is_due(now()))
@@ -213,7 +213,7 @@ impl Tls {
     }
 
     /// Certificates of controllers are not stored, so neither is this change.
-    fn take_certificate(&self, authority: &mut Authority) -> Result<(), TlsError> {
+    fn take_certificate(&self, authority: &mut Authority) -> Result<(), CaError> {
         let identity = authority.issue(&Role::Controller, now())?;
         let bundle = Bundle { identity: Some(identity), trust: authority.trust()? };
         Ok(self.credentials.replace(bundle)?)
@@ -242,13 +242,13 @@ impl Tls {
 }
 
 /// The CA in these stored bytes.
-pub(crate) fn read(stored: Vec<u8>) -> Result<Authority, TlsError> {
+pub(crate) fn read(stored: Vec<u8>) -> Result<Authority, CaError> {
     let state = packed::unpack(stored).map_err(|error| AuthorityError::Stored(error.to_string()))?;
     Ok(Authority::from_json(&state)?)
 }
 
 /// The bytes to store for the CA.
-fn stored_form(authority: &Authority) -> Result<Vec<u8>, TlsError> {
+fn stored_form(authority: &Authority) -> Result<Vec<u8>, CaError> {
     let packed = packed::pack(authority.to_json()?);
     Ok(packed.map_err(|error| AuthorityError::Stored(error.to_string()))?)
 }
@@ -320,7 +320,7 @@ mod tests {
         tls.change(|authority| authority.issue(&node, now())).await.unwrap();
         ca_storage.0.store(true, std::sync::atomic::Ordering::SeqCst);
         let revoked = tls.change(|authority| authority.revoke(|_| true, now())).await;
-        assert!(matches!(revoked, Err(TlsError::CaStorage(_))), "{revoked:?}");
+        assert!(matches!(revoked, Err(CaError::CaStorage(_))), "{revoked:?}");
         assert_eq!(tls.read_authority(|authority| authority.revoked().len()).await, 0);
         assert!(tls.credentials().current().trust.revoked().is_empty());
         assert_eq!(tls.nodes_behind().await, ["a"]);
@@ -405,7 +405,7 @@ mod tests {
             let node = Role::node("a").unwrap();
             tls.change(|authority| authority.issue(&node, now())).await.unwrap();
             let other = Tls::open(store.ca_storage(), "another").await;
-            assert!(matches!(other, Err(TlsError::OtherCluster { .. })), "{other:?}");
+            assert!(matches!(other, Err(CaError::OtherCluster { .. })), "{other:?}");
         }
         assert_eq!(pins[0], pins[1]);
     }

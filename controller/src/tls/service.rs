@@ -11,7 +11,7 @@ use shorthorn_pki::{
 use shorthorn_types::status::RollOverPhase;
 use tonic::{Response, Status};
 
-use super::{Tls, TlsError, now, pin_texts, trust_message};
+use super::{CaError, Tls, now, pin_texts, trust_message};
 
 /// The largest request is a certificate signing request.
 const REQUEST_MAX_BYTES: usize = 64 << 10;
@@ -71,15 +71,15 @@ impl TlsApi {
     }
 }
 
-fn status(error: TlsError) -> Status {
+fn status(error: CaError) -> Status {
     let text = error.to_string();
     match error {
-        TlsError::CaStorage(_) => Status::unavailable(text),
-        TlsError::Authority(AuthorityError::Token(_)) => Status::permission_denied(text),
-        TlsError::Authority(AuthorityError::Request(_) | AuthorityError::Name(_)) => {
+        CaError::CaStorage(_) => Status::unavailable(text),
+        CaError::Authority(AuthorityError::Token(_)) => Status::permission_denied(text),
+        CaError::Authority(AuthorityError::Request(_) | AuthorityError::Name(_)) => {
             Status::invalid_argument(text)
         }
-        TlsError::Authority(AuthorityError::NothingToRevoke) => Status::not_found(text),
+        CaError::Authority(AuthorityError::NothingToRevoke) => Status::not_found(text),
         _ => Status::failed_precondition(text),
     }
 }
@@ -103,7 +103,7 @@ impl ControllerTls for TlsApi {
             let (token, node) = (token.id(), &node_name);
             match error {
                 // A client without a certificate must not fill the log.
-                TlsError::Authority(
+                CaError::Authority(
                     AuthorityError::Token(TokenError::Unknown) | AuthorityError::Request(_),
                 ) => tracing::debug!(token, node, %error, "a node may not join"),
                 _ => tracing::warn!(token, node, %error, "a node may not join"),
