@@ -14,7 +14,7 @@ use crate::connection::{ConnectError, ReplicaConnection, finish};
 
 /// The replicas to connect to, and the identity for the handshake.
 #[derive(Clone, Debug)]
-pub struct Connector {
+pub struct ReplicaConnector {
     pub volume: shorthorn_types::VolumeName,
     /// The size of the volume, shared by all clones of a connector.
     size_bytes: Arc<AtomicU64>,
@@ -25,9 +25,9 @@ pub struct Connector {
     encrypts: bool,
 }
 
-impl Connector {
-    pub fn new(spec: &EngineSpec, generation: Generation) -> Connector {
-        Connector {
+impl ReplicaConnector {
+    pub fn new(spec: &EngineSpec, generation: Generation) -> ReplicaConnector {
+        ReplicaConnector {
             volume: spec.volume.clone(),
             size_bytes: Arc::new(AtomicU64::new(spec.size_bytes)),
             secret: connection_secret(&spec.secret, spec.encrypt_in_transit),

@@ -15,7 +15,7 @@ use shorthorn_core::PeerIndex;
 use shorthorn_types::View;
 use shorthorn_types::limits::MAX_MEMBERS;
 
-use crate::connector::Connector;
+use crate::connector::ReplicaConnector;
 use crate::shared::{Shared, lock};
 use control_connections::ControlConnections;
 use snapshot_use::SnapshotUse;
@@ -23,7 +23,7 @@ use snapshot_use::SnapshotUse;
 /// The state that the rebuild tasks of an engine share.
 #[derive(Debug)]
 pub struct EngineContext {
-    pub connector: Connector,
+    pub connector: ReplicaConnector,
     pub queues: u16,
     pub shared: Arc<Shared>,
     peers: Mutex<Vec<Option<PeerContext>>>,
@@ -51,7 +51,7 @@ pub struct PeerContext {
 
 impl EngineContext {
     pub fn new(
-        connector: Connector,
+        connector: ReplicaConnector,
         queues: u16,
         shared: Arc<Shared>,
         peers: Vec<PeerContext>,

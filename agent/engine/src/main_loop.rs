@@ -25,7 +25,7 @@ use shorthorn_types::{Generation, VolumeName};
 use shorthorn_wire::{derived_password, fingerprint};
 
 use crate::connection::ReplicaConnection;
-use crate::connector::Connector;
+use crate::connector::ReplicaConnector;
 use crate::context::{EngineContext, PeerContext};
 use crate::copy_limits::copy_limits;
 use crate::counters::{self, QueueCounters, RequestMeter};
@@ -534,7 +534,7 @@ fn context(spec: &EngineSpec, opened: &OpenedVolume, shared: Arc<Shared>) -> Eng
     };
     let peers = spec.replicas.iter().zip(complete).zip(runs).map(peer).collect();
     let context = EngineContext::new(
-        Connector::new(spec, opened.volume.view.id.generation),
+        ReplicaConnector::new(spec, opened.volume.view.id.generation),
         spec.queues,
         shared,
         peers,

@@ -16,7 +16,7 @@ use shorthorn_types::{Members, Regions, ReplicaId, View};
 use shorthorn_views::{FencedReplica, MemberSets, NoPlan, StartPlan, ViewChange};
 
 use crate::connection::{ConnectError, ReplicaConnection, finish};
-use crate::connector::Connector;
+use crate::connector::ReplicaConnector;
 use crate::error::EngineError;
 use crate::events::{Ending, MainEvent};
 use crate::state::EngineState;
@@ -205,7 +205,7 @@ impl Opener<'_> {
             member_limit_ms: millis(MEMBER_LIMIT),
         };
         let mut attempt = OpenAttempt {
-            connector: Connector::new(self.spec, generation),
+            connector: ReplicaConnector::new(self.spec, generation),
             endpoints: self.spec.replicas.clone(),
             members: self.spec.replicas.iter().map(status::connecting).collect(),
             first,
@@ -291,7 +291,7 @@ fn millis(duration: Duration) -> u64 {
 /// An attempt to open the volume, driven by [`shorthorn_recovery`].
 struct OpenAttempt<'a, 'b> {
     opener: &'a mut Opener<'b>,
-    connector: Connector,
+    connector: ReplicaConnector,
     /// The replicas of the spec when it began.
     endpoints: Vec<ReplicaEndpoint>,
     members: Vec<MemberStatus>,
@@ -546,7 +546,7 @@ fn at_once<T: Send>(reached: Vec<Reached>, act: impl Fn(Reached) -> T + Sync) ->
 fn connect_queues(
     spec: &EngineSpec,
     mut one: Reached,
-    connector: &Connector,
+    connector: &ReplicaConnector,
     proposal: &Proposal,
 ) -> Result<(ReplicaId, Vec<ReplicaConnection>), (ReplicaId, String)> {
     let replica = one.replica;

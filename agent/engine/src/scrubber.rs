@@ -357,7 +357,7 @@ mod tests {
     use shorthorn_types::{Generation, Members, RegionSet, ReplicaId, View, ViewId};
 
     use super::*;
-    use crate::connector::Connector;
+    use crate::connector::ReplicaConnector;
     use crate::shared::Shared;
 
     /// Returns the context of an engine that knows no replica. A scrub ends at once.
@@ -392,7 +392,7 @@ mod tests {
             refuses_requests: false,
         });
         let shared = Arc::new(Shared::new(core, Vec::new(), events));
-        Arc::new(EngineContext::new(Connector::new(&spec, generation), 1, shared, Vec::new()))
+        Arc::new(EngineContext::new(ReplicaConnector::new(&spec, generation), 1, shared, Vec::new()))
     }
 
     /// A scrub that was stopped completes its current piece.

@@ -79,15 +79,15 @@ pub(super) fn endpoint() -> Result<Endpoint, tonic::transport::Error> {
 
 /// Makes each connection to the leader of that moment.
 #[derive(Clone)]
-pub(super) struct Connector(PodStreams);
+pub(super) struct ForwardConnector(PodStreams);
 
-impl Connector {
-    pub(super) fn new(streams: PodStreams) -> Connector {
-        Connector(streams)
+impl ForwardConnector {
+    pub(super) fn new(streams: PodStreams) -> ForwardConnector {
+        ForwardConnector(streams)
     }
 }
 
-impl Service<Uri> for Connector {
+impl Service<Uri> for ForwardConnector {
     type Response = TokioIo<DuplexStream>;
     type Error = io::Error;
     type Future = BoxFuture<Self::Response, io::Error>;

@@ -14,7 +14,7 @@ use shorthorn_pki::address::{DEFAULT_SERVER, ServerUrl};
 use shorthorn_pki::{Credentials, Role};
 use tonic::transport::Channel;
 
-use self::forward::{Connector, PodStreams, Problem};
+use self::forward::{ForwardConnector, PodStreams, Problem};
 use super::error::CtlError;
 use super::output;
 
@@ -169,7 +169,7 @@ async fn through_cluster(args: &ReachArgs) -> Result<Reached, CtlError> {
     let endpoint = forward::endpoint().map_err(|error| unreachable(error.to_string()))?;
     let endpoint = endpoint.connect_timeout(FORWARD_LIMIT);
     let endpoint = endpoint.http2_keep_alive_interval(KEEP_ALIVE).keep_alive_timeout(KEEP_ALIVE);
-    let channel = endpoint.connect_with_connector_lazy(Connector::new(streams));
+    let channel = endpoint.connect_with_connector_lazy(ForwardConnector::new(streams));
     Ok(Reached { channel, name, cluster: Some(ClusterAccess { client, namespace, problem }) })
 }
 
