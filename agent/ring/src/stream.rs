@@ -53,7 +53,7 @@ pub struct Stream {
     send_token: Token,
     receive_token: Token,
     outgoing: Outgoing,
-    incoming: Incoming,
+    incoming: ReceiveBuffer,
 }
 
 impl Stream {
@@ -69,7 +69,7 @@ impl Stream {
             send_token,
             receive_token,
             outgoing: Outgoing::new(limits.frames),
-            incoming: Incoming::new(limits.receive_bytes),
+            incoming: ReceiveBuffer::new(limits.receive_bytes),
         }
     }
 
@@ -193,7 +193,7 @@ impl Stream {
 
     /// Drops the first `count` of [`Stream::bytes`].
     pub fn consume(&mut self, count: usize) {
-        let Incoming { start, end, .. } = &mut self.incoming;
+        let ReceiveBuffer { start, end, .. } = &mut self.incoming;
         *start = (*start + count).min(*end);
     }
 
@@ -403,7 +403,7 @@ impl Outgoing {
 
 /// A receive buffer, and the payload that is being received past it.
 #[derive(Debug)]
-struct Incoming {
+struct ReceiveBuffer {
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
@@ -411,9 +411,9 @@ struct Incoming {
     in_flight: bool,
 }
 
-impl Incoming {
-    fn new(bytes: usize) -> Incoming {
-        Incoming { buffer: vec![0; bytes].into(), start: 0, end: 0, payload: None, in_flight: false }
+impl ReceiveBuffer {
+    fn new(bytes: usize) -> ReceiveBuffer {
+        ReceiveBuffer { buffer: vec![0; bytes].into(), start: 0, end: 0, payload: None, in_flight: false }
     }
 
     /// Returns the buffer for the next bytes.

@@ -68,15 +68,15 @@ fn check_tcp(address: SocketAddr) -> Result<SocketAddr, String> {
 }
 
 /// Connections without TLS to any of the addresses, as they come.
-pub type Incoming = Pin<Box<dyn Stream<Item = io::Result<ClientStream>> + Send>>;
+pub type PlainIncoming = Pin<Box<dyn Stream<Item = io::Result<ClientStream>> + Send>>;
 
 /// Binds all `addresses` without TLS. A socket that an earlier agent has left is replaced. The caller holds
 /// the lock that makes sure that no running agent has the socket.
 ///
 /// # Errors
 /// Names the address.
-pub async fn bind(addresses: &[ListenAddress]) -> io::Result<Incoming> {
-    let mut incoming: Incoming = Box::pin(tokio_stream::empty());
+pub async fn bind(addresses: &[ListenAddress]) -> io::Result<PlainIncoming> {
+    let mut incoming: PlainIncoming = Box::pin(tokio_stream::empty());
     for address in addresses.iter().filter(|address| !matches!(address, ListenAddress::Tls(_))) {
         let one = bind_one(address).await;
         let one = one.map_err(|error| io::Error::new(error.kind(), format!("{address}: {error}")))?;
@@ -86,7 +86,7 @@ pub async fn bind(addresses: &[ListenAddress]) -> io::Result<Incoming> {
     Ok(incoming)
 }
 
-async fn bind_one(address: &ListenAddress) -> io::Result<Incoming> {
+async fn bind_one(address: &ListenAddress) -> io::Result<PlainIncoming> {
     match address {
         ListenAddress::Unix(path) => {
             match fs::remove_file(path) {

@@ -224,7 +224,7 @@ async fn drain(server: impl Future, driver: Option<JoinHandle<()>>) {
 async fn serve_node(
     service: NodeService,
     certificates: TlsService,
-    (incoming, over_tls): (listen::Incoming, tls::Incoming),
+    (incoming, over_tls): (listen::PlainIncoming, tls::TlsIncoming),
     stopping: watch::Receiver<bool>,
 ) -> Result<(), tonic::transport::Error> {
     let claim = Arc::clone(&service.claim);

@@ -58,7 +58,7 @@ impl Default for Limits {
 }
 
 /// Connections that have passed the handshake, for `serve_with_incoming` of tonic. Ends when it is dropped.
-pub type Incoming = ReceiverStream<io::Result<CheckedConnection<TlsStream<TcpStream>>>>;
+pub type CheckedIncoming = ReceiverStream<io::Result<CheckedConnection<TlsStream<TcpStream>>>>;
 
 /// Accepts connections on `listener`, until the stream is dropped.
 ///
@@ -69,7 +69,7 @@ pub fn incoming(
     credentials: &Credentials,
     auth: ClientAuth,
     limits: Limits,
-) -> Result<Incoming, rustls::Error> {
+) -> Result<CheckedIncoming, rustls::Error> {
     let acceptor = TlsAcceptor::from(credentials.server_config(auth)?);
     let (sender, ready) = mpsc::channel(READY_MAX);
     let door = Door {

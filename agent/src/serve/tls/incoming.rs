@@ -25,14 +25,14 @@ const BIND_PAUSE_MAX: Duration = Duration::from_secs(30);
 type Accepted = io::Result<CheckedConnection<TlsStream<TcpStream>>>;
 
 /// Connections of clients that have shown a certificate of the cluster.
-pub type Incoming = Pin<Box<dyn Stream<Item = Accepted> + Send>>;
+pub type TlsIncoming = Pin<Box<dyn Stream<Item = Accepted> + Send>>;
 
 /// Serves `addresses` by TLS. They are bound at once if the node has a certificate, otherwise once it has
 /// one.
 ///
 /// # Errors
 /// Names the address.
-pub async fn bind(addresses: Vec<SocketAddr>, tls: &Arc<NodeTls>) -> io::Result<Incoming> {
+pub async fn bind(addresses: Vec<SocketAddr>, tls: &Arc<NodeTls>) -> io::Result<TlsIncoming> {
     let (sender, ready) = mpsc::channel(READY_MAX);
     for address in addresses {
         let bound = if tls.credentials().is_some() {

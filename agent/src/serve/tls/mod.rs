@@ -28,7 +28,7 @@ use crate::enrol::{self, AnswerError, EnrolmentAnswer};
 
 pub use check::check;
 pub use enrolment::keep_enrolled;
-pub use incoming::{Incoming, bind};
+pub use incoming::{TlsIncoming, bind};
 pub use service::{TlsService, trust};
 
 /// The node cannot use a certificate or a list of CAs.
