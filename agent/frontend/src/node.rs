@@ -23,7 +23,7 @@ use crate::{FrontendError, wait};
 
 pub(crate) use removal::remove_node_first;
 pub use shorthorn_types::{DeviceNumber, DeviceNumberError};
-pub use udev::{Events, has_udev, property};
+pub use udev::{DeviceEvents, has_udev, property};
 pub use users::{in_use, shared_with};
 
 /// The mode of a device node: root and the group `disk` may open it, as for every disk of the host.
@@ -113,7 +113,7 @@ pub fn scan(device_dir: &Path) -> Result<Vec<DeviceNode>, FrontendError> {
 pub fn wait_until_ready(
     name: &str,
     size_bytes: u64,
-    events: Option<&Events>,
+    events: Option<&DeviceEvents>,
     limit: Duration,
 ) -> Result<DeviceNumber, FrontendError> {
     let disk = Path::new(SYSFS).join("block").join(name);
@@ -127,7 +127,7 @@ pub fn wait_until_ready(
     let events = match events {
         Some(events) => events,
         None => {
-            own = Events::listen();
+            own = DeviceEvents::listen();
             &own
         }
     };

@@ -14,7 +14,7 @@ use super::deadline::wait_limit;
 use super::rooms::Rooms;
 use crate::agents::Fleet;
 use crate::counts::Metrics;
-use crate::kubernetes::events::Events;
+use crate::kubernetes::events::EventSender;
 use crate::store::Store;
 
 type Answer<T> = Result<Response<T>, Status>;
@@ -33,7 +33,7 @@ pub struct CsiController {
     pub(super) settings: Settings,
     pub(super) rooms: Arc<Rooms>,
     /// None: only answers and the log report anything.
-    pub(super) events: Option<Events>,
+    pub(super) events: Option<EventSender>,
     metrics: Metrics,
 }
 
@@ -68,7 +68,7 @@ impl CsiController {
 
     /// Sets the recipient of events on volumes.
     #[must_use]
-    pub fn with_events(self, events: Option<Events>) -> CsiController {
+    pub fn with_events(self, events: Option<EventSender>) -> CsiController {
         CsiController { events, ..self }
     }
 

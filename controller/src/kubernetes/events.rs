@@ -22,7 +22,7 @@ use tokio::sync::{mpsc, oneshot};
 
 /// The maximum number of queued events.
 const QUEUE_MAX: usize = 256;
-/// The time limit of [`Events::flush`]. The next leader waits as long.
+/// The time limit of [`EventSender::flush`]. The next leader waits as long.
 const FLUSH_LIMIT: Duration = Duration::from_secs(2);
 /// The longest text of an event, in bytes; an API server takes no longer one.
 const NOTE_BYTES_MAX: usize = 1024;
@@ -33,7 +33,7 @@ const ACTION: &str = "Reconcile";
 
 /// The sender of events.
 #[derive(Clone, Debug)]
-pub struct Events {
+pub struct EventSender {
     sender: mpsc::Sender<QueuedEvent>,
     dropped: Arc<AtomicU64>,
 }
@@ -69,7 +69,7 @@ impl std::fmt::Debug for EventRecorder {
 
 /// Creates both ends; `instance` is the name of this controller.
 #[must_use]
-pub fn events(client: Client, namespace: &str, instance: &str) -> (Events, EventRecorder) {
+pub fn events(client: Client, namespace: &str, instance: &str) -> (EventSender, EventRecorder) {
     let (sender, receiver) = mpsc::channel(QUEUE_MAX);
     let dropped = Arc::new(AtomicU64::new(0));
     let recorder = EventRecorder {
@@ -82,16 +82,16 @@ pub fn events(client: Client, namespace: &str, instance: &str) -> (Events, Event
         dropped: Arc::clone(&dropped),
         dropped_before: 0,
     };
-    (Events { sender, dropped }, recorder)
+    (EventSender { sender, dropped }, recorder)
 }
 
-impl Events {
+impl EventSender {
     /// Sends the event soon, about the object with that uid; drops it if too many wait already.
     pub fn record(&self, event: &Event, uid: Option<&str>) {
         self.send(QueuedEvent::Object(event.clone(), uid.map(str::to_owned)));
     }
 
-    /// Sends an event like [`Events::record`], about a pod.
+    /// Sends an event like [`EventSender::record`], about a pod.
     pub fn record_of_pod(&self, event: Event<Namespaced>, uid: &str) {
         self.send(QueuedEvent::Pod(event, uid.to_owned()));
     }

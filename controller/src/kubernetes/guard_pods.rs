@@ -24,7 +24,7 @@ use tokio::sync::broadcast::error::{RecvError, TryRecvError};
 use tokio::time::Instant;
 
 use super::discover::Machines;
-use super::events::Events;
+use super::events::EventSender;
 use super::reflector::Reflector;
 use super::{GROUP, VERSION, kind_name};
 use crate::backoff::backoff;
@@ -56,7 +56,7 @@ pub struct GuardPods {
     image: Option<String>,
     machines: Arc<Machines>,
     store: Arc<dyn Store>,
-    events: Events,
+    events: EventSender,
 }
 
 impl std::fmt::Debug for GuardPods {
@@ -83,7 +83,7 @@ impl GuardPods {
         image: Option<&str>,
         machines: Arc<Machines>,
         store: Arc<dyn Store>,
-        events: Events,
+        events: EventSender,
     ) -> GuardPods {
         let (namespace, image) = (namespace.to_owned(), image.map(str::to_owned));
         GuardPods { client, namespace, image, machines, store, events }

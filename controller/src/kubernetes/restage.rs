@@ -19,7 +19,7 @@ use shorthorn_controller_core::{Event, NodeName};
 use shorthorn_kube::{CallError, bounded};
 
 use super::discover::Machines;
-use super::events::Events;
+use super::events::EventSender;
 use super::list_watch::list;
 use super::lost_node_pods::{deleted, exactly, read};
 use crate::agents::Fleet;
@@ -38,7 +38,7 @@ pub struct Restager {
     machines: Arc<Machines>,
     store: Arc<dyn Store>,
     fleet: Arc<Fleet>,
-    events: Events,
+    events: EventSender,
 }
 
 impl std::fmt::Debug for Restager {
@@ -55,7 +55,7 @@ impl Restager {
         machines: Arc<Machines>,
         store: Arc<dyn Store>,
         fleet: Arc<Fleet>,
-        events: Events,
+        events: EventSender,
     ) -> Restager {
         Restager { client, machines, store, fleet, events }
     }

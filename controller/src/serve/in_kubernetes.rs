@@ -7,7 +7,7 @@ use super::reconciling::Reconciling;
 use crate::api::Api;
 use crate::kubernetes::attachments::ClusterAttachments;
 use crate::kubernetes::discover::Machines;
-use crate::kubernetes::events::Events;
+use crate::kubernetes::events::EventSender;
 use crate::kubernetes::lost_node_pods::PodForceDeleter;
 use crate::kubernetes::restage::Restager;
 use crate::kubernetes::workloads::ClusterWorkloads;
@@ -19,7 +19,7 @@ use crate::tls::Tls;
 pub(super) struct InKubernetes {
     client: kube::Client,
     machines: Arc<Machines>,
-    events: Events,
+    events: EventSender,
     /// True if the pods of lost nodes are released.
     force_deletes: bool,
     /// True if those are ended whose device is gone.
@@ -30,14 +30,14 @@ impl InKubernetes {
     pub(super) fn new(
         client: kube::Client,
         machines: Arc<Machines>,
-        events: Events,
+        events: EventSender,
         config: &KubernetesConfig,
     ) -> InKubernetes {
         let force_deletes = config.pods_of_lost_nodes == PodsOfLostNodes::Delete;
         InKubernetes { client, machines, events, force_deletes, restages: config.ends_pods_without_device }
     }
 
-    pub(super) fn events(&self) -> &Events {
+    pub(super) fn events(&self) -> &EventSender {
         &self.events
     }
 

@@ -5,7 +5,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use super::ServeError;
-use crate::kubernetes::events::Events;
+use crate::kubernetes::events::EventSender;
 use crate::kubernetes::lease_thread::LeaseThread;
 
 /// Receives the outcome of each call before the lease is held: an error, or none.
@@ -49,7 +49,7 @@ pub(super) struct LeaderTasks {
     /// The tasks, which end when this is dropped.
     tasks: JoinSet<()>,
     /// The events, which one of the tasks sends; none outside of Kubernetes.
-    events: Option<Events>,
+    events: Option<EventSender>,
 }
 
 impl LeaderTasks {
@@ -90,7 +90,7 @@ impl LeaderTasks {
     }
 
     /// Has the release wait until the task that sends these events has sent all of them.
-    pub(super) fn flush_at_release(&mut self, events: Events) {
+    pub(super) fn flush_at_release(&mut self, events: EventSender) {
         self.events = Some(events);
     }
 

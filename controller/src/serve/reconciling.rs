@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, watch};
 use crate::agents::Fleet;
 use crate::api::Api;
 use crate::csi::CsiController;
-use crate::kubernetes::events::Events;
+use crate::kubernetes::events::EventSender;
 use crate::metrics::{ControllerMetrics, Metrics};
 use crate::store::{Store, StoreError};
 use crate::work::{WorkQueue, Worker};
@@ -25,7 +25,7 @@ pub(super) struct Reconciling {
     settings: Settings,
     metrics: Metrics,
     /// None: people see nothing but the log.
-    events: Option<Events>,
+    events: Option<EventSender>,
 }
 
 impl Reconciling {
@@ -48,7 +48,7 @@ impl Reconciling {
     }
 
     /// Sets the recipient of events on objects.
-    pub(super) fn with_events(self, events: Option<Events>) -> Reconciling {
+    pub(super) fn with_events(self, events: Option<EventSender>) -> Reconciling {
         Reconciling { events, ..self }
     }
 

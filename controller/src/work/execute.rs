@@ -7,7 +7,7 @@ use shorthorn_controller_core::{Action, AgentCall, Decision, Event};
 use tokio::sync::mpsc;
 
 use crate::agents::Fleet;
-use crate::kubernetes::events::Events;
+use crate::kubernetes::events::EventSender;
 use crate::queue::RunOutcome;
 use crate::store::{Store, StoreError};
 
@@ -18,7 +18,7 @@ pub(super) struct ActionRunner {
     /// The channel for errors of the store that no retry can repair.
     broken: mpsc::Sender<StoreError>,
     /// The events, which people see besides the log.
-    events: Option<Events>,
+    events: Option<EventSender>,
 }
 
 impl ActionRunner {
@@ -26,7 +26,7 @@ impl ActionRunner {
         store: Arc<dyn Store>,
         fleet: Arc<Fleet>,
         broken: mpsc::Sender<StoreError>,
-        events: Option<Events>,
+        events: Option<EventSender>,
     ) -> ActionRunner {
         ActionRunner { store, fleet, broken, events }
     }

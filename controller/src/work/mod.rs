@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 
 use crate::agents::Fleet;
 use crate::counts::Metrics;
-use crate::kubernetes::events::Events;
+use crate::kubernetes::events::EventSender;
 use crate::store::{Store, StoreError};
 
 pub use crate::queue::{Depth, RunOutcome, WorkQueue};
@@ -46,7 +46,7 @@ impl Worker {
         fleet: Arc<Fleet>,
         queue: Arc<WorkQueue>,
         broken: mpsc::Sender<StoreError>,
-        events: Option<Events>,
+        events: Option<EventSender>,
         settings: Settings,
         metrics: Metrics,
     ) -> Arc<Worker> {

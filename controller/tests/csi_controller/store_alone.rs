@@ -11,7 +11,7 @@ use shorthorn_api::csi::v1;
 use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
 use shorthorn_controller::agents::Fleet;
 use shorthorn_controller::csi::CsiController;
-use shorthorn_controller::kubernetes::events::{Events, events};
+use shorthorn_controller::kubernetes::events::{EventSender, events};
 use shorthorn_controller::metrics::Metrics;
 use shorthorn_controller::store::{MemoryStore, Store};
 use shorthorn_controller::work::WorkQueue;
@@ -44,7 +44,7 @@ impl Alone {
         Alone::start_with(None)
     }
 
-    fn start_with(events: Option<Events>) -> Alone {
+    fn start_with(events: Option<EventSender>) -> Alone {
         let store = Arc::new(MemoryStore::new());
         let shared: Arc<dyn Store> = Arc::<MemoryStore>::clone(&store);
         let fleet = Fleet::new(

@@ -33,7 +33,7 @@ use shorthorn_types::VolumeName;
 use crate::host::Host;
 use crate::nbd::read_once;
 use crate::node::remove_node_first;
-use crate::node::{self, DeviceNumber, Events};
+use crate::node::{self, DeviceEvents, DeviceNumber};
 use crate::{
     Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueSocket,
     wait,
@@ -258,13 +258,13 @@ impl IscsiDevice {
 
     /// Makes the session, or waits until it has a connection again. Returns the events since before a new
     /// one.
-    fn connect(&self) -> Result<Option<Events>, FrontendError> {
+    fn connect(&self) -> Result<Option<DeviceEvents>, FrontendError> {
         let session = IscsiSession::find(self.volume()).map_err(|source| self.failed("look for", source))?;
         if let Some(session) = session {
             session.wait(RECONNECT_LIMIT).map_err(|source| self.failed("reconnect", hinted(source)))?;
             return Ok(None);
         }
-        let events = Events::listen();
+        let events = DeviceEvents::listen();
         for call in self.server.target.log_in() {
             self.server.host.run(&call, &[], CALL_LIMIT)?;
         }

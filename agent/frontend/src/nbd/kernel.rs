@@ -21,7 +21,7 @@ use super::protocol::transmission_flags;
 use super::service::Service;
 use super::sysfs;
 use crate::node::remove_node_first;
-use crate::node::{self, DeviceNumber, Events};
+use crate::node::{self, DeviceEvents, DeviceNumber};
 use crate::{
     Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueIo,
     QueueSocket, Quiesced, modules, wait,
@@ -328,7 +328,7 @@ impl Device for NbdDevice {
             None => (self.connect()?, true),
         };
         self.record.kernel_id = Some(index);
-        let mut events = new.then(Events::listen);
+        let mut events = new.then(DeviceEvents::listen);
         if let Err(error) = sysfs::announce(index) {
             tracing::warn!(
                 index, %error, "nbd: cannot announce the device to udev: its rules may not have matched"
@@ -413,7 +413,7 @@ impl NbdDevice {
         &mut self,
         index: u32,
         new: bool,
-        events: Option<&Events>,
+        events: Option<&DeviceEvents>,
     ) -> Result<PathBuf, FrontendError> {
         let name = sysfs::name(index);
         let device = OwnedDevice { index, backend: self.backend.clone() };

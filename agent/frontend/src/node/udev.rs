@@ -29,22 +29,22 @@ pub fn has_udev() -> bool {
 }
 
 /// Receives all events of block devices from now on.
-pub struct Events {
+pub struct DeviceEvents {
     /// None if no monitor can be opened: then the caller polls.
     monitor: Option<MonitorSocket>,
     has_udev: bool,
 }
 
-impl std::fmt::Debug for Events {
+impl std::fmt::Debug for DeviceEvents {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Events").field("has_udev", &self.has_udev).finish_non_exhaustive()
+        f.debug_struct("DeviceEvents").field("has_udev", &self.has_udev).finish_non_exhaustive()
     }
 }
 
-impl Events {
+impl DeviceEvents {
     /// Opens the monitor. Without udevd, as in containers and initial RAM disks, it is that of the kernel.
     #[must_use]
-    pub fn listen() -> Events {
+    pub fn listen() -> DeviceEvents {
         let has_udev = has_udev();
         let builder = if has_udev { MonitorBuilder::new() } else { MonitorBuilder::new_kernel() };
         let monitor =
@@ -55,7 +55,7 @@ impl Events {
                 "no events of block devices: looking at them every {POLL_INTERVAL:?} instead"
             );
         }
-        Events { monitor: monitor.ok(), has_udev }
+        DeviceEvents { monitor: monitor.ok(), has_udev }
     }
 
     /// Returns true if udevd handles the events, and false if no process does.
@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn a_wait_without_an_event_ends() {
-        for events in [Events::listen(), Events { monitor: None, has_udev: true }] {
+        for events in [DeviceEvents::listen(), DeviceEvents { monitor: None, has_udev: true }] {
             let begin = Instant::now();
             assert!(!events.next("no-such-disk", None, Duration::from_millis(30)));
             assert!(begin.elapsed() < Duration::from_secs(60));

@@ -35,7 +35,7 @@ use fetching::Fetching;
 use queue::UblkQueue;
 
 use crate::modules::CONTROL_PATH;
-use crate::node::{DeviceNumber, Events};
+use crate::node::{DeviceEvents, DeviceNumber};
 use crate::{
     Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, kernel_release,
     modules, node, wait,
@@ -361,7 +361,7 @@ impl Device for UblkDevice {
 
     fn go_live(&mut self) -> Result<PathBuf, FrontendError> {
         // A device that is taken over has no new event.
-        let events = (!self.recovered).then(Events::listen);
+        let events = (!self.recovered).then(DeviceEvents::listen);
         // Before udev sees the disk; again for one that an earlier version has left.
         let marked = mark::write(&self.device_dir, self.info.id, &self.volume);
         marked.map_err(during(format!("mark {} as a volume", self.kernel_name())))?;

@@ -22,7 +22,7 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio::task::{AbortHandle, JoinSet};
 
 use super::discover::Machines;
-use crate::kubernetes::events::Events;
+use crate::kubernetes::events::EventSender;
 pub(super) use machine::{deleted, exactly};
 
 use crate::agents::Fleet;
@@ -42,7 +42,7 @@ pub struct PodForceDeleter {
     known: Arc<Machines>,
     store: Arc<dyn Store>,
     fleet: Arc<Fleet>,
-    events: Events,
+    events: EventSender,
     metrics: Metrics,
     rounds: Semaphore,
 }
@@ -61,7 +61,7 @@ impl PodForceDeleter {
         known: Arc<Machines>,
         store: Arc<dyn Store>,
         fleet: Arc<Fleet>,
-        events: Events,
+        events: EventSender,
         metrics: Metrics,
     ) -> Arc<PodForceDeleter> {
         let rounds = Semaphore::new(ROUNDS_MAX);

@@ -100,7 +100,7 @@ async fn store() -> Arc<dyn Store> {
 
 /// Three machines, of whose agents that of m3 is out of reach. On m1, the device is gone under two pods, and
 /// it was gone under a former pod of the name `new`.
-async fn restager(client: Client, events: Events) -> Restager {
+async fn restager(client: Client, events: EventSender) -> Restager {
     let (store, queue) = (store().await, Arc::new(WorkQueue::new()));
     let fleet = Fleet::new(&Default::default(), Arc::clone(&store), queue, Metrics::default()).unwrap();
     fleet.insert_observed("a", agent(true, &[("v", "owned"), ("w", "bare"), ("u", "former")]));

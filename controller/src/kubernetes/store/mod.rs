@@ -42,7 +42,7 @@ use self::keys::VolumeKeys;
 use self::known::KnownObjects;
 use self::last_write::LastWrite;
 use self::remote::{Part, Remote};
-use super::events::Events;
+use super::events::EventSender;
 use crate::store::{Store, StoreError};
 
 pub use self::convert::ConvertError;
@@ -140,7 +140,7 @@ struct Inner {
     remote: Remote,
     known: KnownObjects,
     last_write: LastWrite,
-    events: Events,
+    events: EventSender,
 }
 
 impl KubeStore {
@@ -148,7 +148,7 @@ impl KubeStore {
     ///
     /// # Errors
     /// [`OpenError`].
-    pub async fn open(client: Client, namespace: &str, events: Events) -> Result<KubeStore, OpenError> {
+    pub async fn open(client: Client, namespace: &str, events: EventSender) -> Result<KubeStore, OpenError> {
         check_definitions(&client).await?;
         let volumes = follow::keys_of_volumes(&client, namespace).await?;
         let secrets = Api::<KubernetesSecret>::namespaced(client.clone(), namespace);
