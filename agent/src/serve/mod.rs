@@ -171,8 +171,8 @@ async fn run(config: Config, examinations: Examinations) -> anyhow::Result<()> {
     let over_tls = tls::bind(addresses_with_tls(&config), &tls).await?;
     let (stop, stopping) = watch::channel(false);
     let config = Arc::new(config);
-    let driver = csi::Driver::prepare(&config, &hub, inherited)?;
-    let driver_state = driver.as_ref().map(csi::Driver::state);
+    let driver = csi::CsiDriver::prepare(&config, &hub, inherited)?;
+    let driver_state = driver.as_ref().map(csi::CsiDriver::state);
     let driver = driver.map(|driver| tokio::spawn(driver.run(stopping.clone())));
     spawn_background_tasks(&config, &hub, network, last, &disks, &tls, &stopping);
     source.show(MetricsInputs {

@@ -16,7 +16,7 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair
 use nix::sys::time::{TimeVal, TimeValLike};
 use shorthorn_ring::protect_thread;
 
-use super::netlink::Driver;
+use super::netlink::NbdDriver;
 use super::sysfs;
 use crate::{QueueSocket, wait};
 
@@ -68,9 +68,9 @@ fn is_given_up(socket: &OwnedFd) -> bool {
 
 /// Calls the driver, with a limit, on a thread that is left behind if the call hangs.
 pub(super) fn call<T: Send + 'static>(
-    work: impl FnOnce(&mut Driver) -> io::Result<T> + Send + 'static,
+    work: impl FnOnce(&mut NbdDriver) -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
-    wait::within(CALL_LIMIT, move || work(&mut Driver::open()?))
+    wait::within(CALL_LIMIT, move || work(&mut NbdDriver::open()?))
 }
 
 /// A kernel's device that is ours.

@@ -28,5 +28,5 @@ pub(crate) use sysfs::read_once;
 
 /// Returns an error unless the kernel's NBD driver answers over generic netlink.
 pub(crate) fn driver_answers() -> std::io::Result<()> {
-    netlink::Driver::open().map(drop)
+    netlink::NbdDriver::open().map(drop)
 }

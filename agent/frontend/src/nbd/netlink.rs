@@ -66,22 +66,22 @@ pub(super) struct NewDevice<'a> {
 
 /// A conversation with the NBD driver.
 #[derive(Debug)]
-pub(super) struct Driver {
+pub(super) struct NbdDriver {
     socket: OwnedFd,
     family: u16,
     sequence: u32,
 }
 
-impl Driver {
+impl NbdDriver {
     /// Finds the driver.
     ///
     /// # Errors
     /// ENOENT if the module `nbd` is not loaded.
-    pub(super) fn open() -> io::Result<Driver> {
-        Driver::of_family(FAMILY_NAME)
+    pub(super) fn open() -> io::Result<NbdDriver> {
+        NbdDriver::of_family(FAMILY_NAME)
     }
 
-    fn of_family(name: &str) -> io::Result<Driver> {
+    fn of_family(name: &str) -> io::Result<NbdDriver> {
         let socket = socket(
             AddressFamily::Netlink,
             SockType::Raw,
@@ -90,7 +90,7 @@ impl Driver {
         )?;
         bind(socket.as_raw_fd(), &NetlinkAddr::new(0, 0))?;
         setsockopt(&socket, ReceiveTimeout, &TimeVal::seconds(ANSWER_LIMIT_S))?;
-        let mut driver = Driver { socket, family: GENL_ID_CTRL, sequence: 0 };
+        let mut driver = NbdDriver { socket, family: GENL_ID_CTRL, sequence: 0 };
         let mut attributes = Attributes::default();
         attributes.text(CTRL_ATTR_FAMILY_NAME, name);
         let answer = driver.call(CTRL_CMD_GETFAMILY, 1, &attributes)?;
@@ -326,9 +326,9 @@ mod tests {
     /// Asks the controller of generic netlink, which every kernel has, for a family that does not exist.
     #[test]
     fn the_kernel_answers_netlink_requests() {
-        assert_eq!(Driver::of_family("nlctrl").unwrap().family, GENL_ID_CTRL);
-        assert_eq!(Driver::of_family("shorthorn").unwrap_err().raw_os_error(), Some(libc::ENOENT));
-        match Driver::open() {
+        assert_eq!(NbdDriver::of_family("nlctrl").unwrap().family, GENL_ID_CTRL);
+        assert_eq!(NbdDriver::of_family("shorthorn").unwrap_err().raw_os_error(), Some(libc::ENOENT));
+        match NbdDriver::open() {
             Ok(driver) => assert!(driver.family > GENL_ID_CTRL),
             Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ENOENT), "{error}"),
         }

@@ -43,7 +43,7 @@ const DEBOUNCE: Duration = Duration::from_millis(200);
 const RETRY: Duration = Duration::from_secs(5);
 
 /// The CSI driver with its two sockets.
-pub struct Driver {
+pub struct CsiDriver {
     config: Arc<Config>,
     finder: Finder,
     inherited: Inherited,
@@ -96,7 +96,7 @@ impl Paths {
     }
 }
 
-impl Driver {
+impl CsiDriver {
     /// Prepares the configured driver; none if it is disabled.
     ///
     /// # Errors
@@ -105,7 +105,7 @@ impl Driver {
         config: &Arc<Config>,
         hub: &Arc<Hub>,
         inherited: Inherited,
-    ) -> anyhow::Result<Option<Driver>> {
+    ) -> anyhow::Result<Option<CsiDriver>> {
         let name = config.node_name.as_str();
         let problem = (name.len() > MAX_LABEL_BYTES).then(|| {
             format!(
@@ -125,7 +125,7 @@ impl Driver {
         let volumes = Arc::new(Attached::new(Arc::clone(hub), config.device_dir.clone()));
         let finder = Finder::new(config.kubelet_root.clone());
         let state = Arc::default();
-        Ok(Some(Driver { config: Arc::clone(config), finder, inherited, volumes, state }))
+        Ok(Some(CsiDriver { config: Arc::clone(config), finder, inherited, volumes, state }))
     }
 
     /// Returns the state of the registration, which is kept up to date.
