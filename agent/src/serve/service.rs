@@ -27,7 +27,7 @@ use crate::serve::error::{NodeError, RpcResult};
 use crate::serve::frontends::Frontends;
 use crate::serve::host_warnings::HostWarnings;
 use crate::serve::instance::{
-    Hub, InstanceId, Spec, StartOptions, Watch, endpoints, rebuild_limits, volume_size,
+    Hub, InstanceId, InstanceWatch, Spec, StartOptions, endpoints, rebuild_limits, volume_size,
 };
 use crate::serve::paths::absolute;
 use crate::serve::trash::{self, TrashLimits};
@@ -382,8 +382,8 @@ fn unknown_disk(disk: &Path) -> NodeError {
 }
 
 /// Sends a watcher the current instances, and then the changes, until it ends or has fallen too far behind.
-async fn forward(watch: Watch, sender: &mpsc::Sender<Result<v1::InstanceEvent, Status>>) {
-    let Watch { now, mut changes } = watch;
+async fn forward(watch: InstanceWatch, sender: &mpsc::Sender<Result<v1::InstanceEvent, Status>>) {
+    let InstanceWatch { now, mut changes } = watch;
     let event =
         |r#type: v1::instance_event::Type, instance| v1::InstanceEvent { r#type: r#type.into(), instance };
     for instance in now {
@@ -425,7 +425,7 @@ mod tests {
         for name in ["a", "b", "c"] {
             changes.send(change(name)).unwrap();
         }
-        forward(Watch { now: Vec::new(), changes: changed }, &sender).await;
+        forward(InstanceWatch { now: Vec::new(), changes: changed }, &sender).await;
         let synced = events.recv().await.unwrap().unwrap();
         assert_eq!(synced.r#type(), v1::instance_event::Type::Synced);
         let cut_off = events.recv().await.unwrap().unwrap_err();

@@ -33,7 +33,7 @@ pub use root::Finder as KubeletRoots;
 pub use sockets::Inherited;
 use sockets::Socket;
 use volumes::Attached;
-use watch::Watch;
+use watch::DirectoryWatch;
 
 /// The kernel reports when a directory or a socket appears or disappears. No event reports that a kubelet is
 /// started with a directory of its own: this is the interval of looking for one.
@@ -232,11 +232,11 @@ impl CsiDriver {
 }
 
 /// A possible change at some paths.
-struct PathChange(Option<Watch>);
+struct PathChange(Option<DirectoryWatch>);
 
 impl PathChange {
     fn of(paths: &[PathBuf]) -> PathChange {
-        let watch = Watch::over(paths);
+        let watch = DirectoryWatch::over(paths);
         let failed = |error: &std::io::Error| {
             tracing::warn!("directories cannot be watched; they are checked periodically: {error}");
         };

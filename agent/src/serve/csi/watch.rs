@@ -12,14 +12,14 @@ const EVENT_MAX_BYTES: usize = 16 + 256;
 
 /// A watch of directories. Events have no details: the woken thread reads the directories again, and sets new
 /// watches.
-pub struct Watch(Receiver);
+pub struct DirectoryWatch(Receiver);
 
-impl Watch {
+impl DirectoryWatch {
     /// Watches the directories that `paths` are in, or the nearest that exist above them.
     ///
     /// # Errors
     /// The error of inotify.
-    pub fn over(paths: &[PathBuf]) -> io::Result<Watch> {
+    pub fn over(paths: &[PathBuf]) -> io::Result<DirectoryWatch> {
         let events = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?;
         let what = AddWatchFlags::IN_CREATE
             | AddWatchFlags::IN_DELETE
@@ -34,7 +34,7 @@ impl Watch {
             }
         }
         // Reading events is reading from a descriptor that can be waited for, as with a pipe.
-        Ok(Watch(Receiver::from_owned_fd_unchecked(events.into())?))
+        Ok(DirectoryWatch(Receiver::from_owned_fd_unchecked(events.into())?))
     }
 
     /// Returns when something has happened.
@@ -57,7 +57,7 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(60);
 
     async fn wakes(path: &Path, act: impl FnOnce()) {
-        let watch = Watch::over(&[path.to_owned()]).unwrap();
+        let watch = DirectoryWatch::over(&[path.to_owned()]).unwrap();
         act();
         tokio::time::timeout(LIMIT, watch.changed()).await.unwrap();
     }

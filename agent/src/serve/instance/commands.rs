@@ -16,7 +16,9 @@ use crate::serve::blocking;
 use crate::serve::error::NodeError;
 use crate::serve::instance::hub::finish;
 use crate::serve::instance::program::{self, Comparison};
-use crate::serve::instance::{Hub, InstanceId, InstanceProcess, ProcessPhase, Spec, Watch, control_watch};
+use crate::serve::instance::{
+    Hub, InstanceId, InstanceProcess, InstanceWatch, ProcessPhase, Spec, control_watch,
+};
 
 /// The longest that the new process of an upgrade may take to serve. The last process may drain for 5 s, and
 /// the new one waits up to 30 s for its replicas.
@@ -344,7 +346,7 @@ fn keeps_size(instance: &v1::Instance) -> bool {
 }
 
 /// Waits until an engine serves whose device needs not be recreated.
-async fn serves(watch: &mut Watch, name: &str) -> Result<(), NodeError> {
+async fn serves(watch: &mut InstanceWatch, name: &str) -> Result<(), NodeError> {
     loop {
         let changed = watch.changes.recv().await.map_err(NodeError::lost)?;
         let is_it = |instance: &v1::Instance| {
@@ -384,7 +386,7 @@ async fn is_outdated(engine: &v1::Instance, pid: i32) -> Result<bool, NodeError>
 }
 
 /// Waits for the end of one process and the start of the next one.
-async fn measure(watch: &mut Watch, name: &str, old_pid: i32) -> Result<Upgraded, NodeError> {
+async fn measure(watch: &mut InstanceWatch, name: &str, old_pid: i32) -> Result<Upgraded, NodeError> {
     let mut quiet_since = None;
     loop {
         let changed = watch.changes.recv().await.map_err(NodeError::lost)?;
@@ -476,7 +478,7 @@ mod tests {
     #[tokio::test]
     async fn a_device_is_recreated_once_an_engine_serves_it() {
         let (sent, changes) = broadcast::channel(16);
-        let mut watch = Watch { now: Vec::new(), changes };
+        let mut watch = InstanceWatch { now: Vec::new(), changes };
         for event in [
             with_expansion(EnginePhase::Serving, true),
             shown(0, None),
@@ -492,7 +494,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_pause_is_from_the_end_of_one_to_the_service_of_the_next() {
         let (sent, changes) = broadcast::channel(16);
-        let mut watch = Watch { now: Vec::new(), changes };
+        let mut watch = InstanceWatch { now: Vec::new(), changes };
         let sender = async {
             // The old one still serves, then ends; the new one starts, then serves.
             for (wait_ms, pid, phase) in [

@@ -30,7 +30,7 @@ pub use paths::InstancePaths;
 pub use process::{InstanceProcess, ProcessPhase};
 pub use spec::{Spec, endpoints, rebuild_limits, volume_size};
 pub use systemd::Systemd;
-pub use table::{Table, Watch};
+pub use table::{InstanceWatch, Table};
 
 use crate::serve::error::NodeError;
 

@@ -53,7 +53,7 @@ impl Drop for InstanceEntry {
 
 /// All instances at one moment, and every change from then on.
 #[derive(Debug)]
-pub struct Watch {
+pub struct InstanceWatch {
     /// The instances at the start of the watch.
     pub now: Vec<v1::Instance>,
     /// The later changes.
@@ -77,10 +77,10 @@ impl Table {
     }
 
     /// Returns all instances, and every later change.
-    pub fn watch(&self) -> Watch {
+    pub fn watch(&self) -> InstanceWatch {
         let inner = self.lock();
         let now = inner.entries.values().map(|entry| entry.published.clone()).collect();
-        Watch { now, changes: inner.changes.subscribe() }
+        InstanceWatch { now, changes: inner.changes.subscribe() }
     }
 
     pub fn known(&self, id: &InstanceId) -> Option<(Spec, InstanceProcess)> {
