@@ -88,17 +88,17 @@ fn lock_holder(file: &File) -> io::Result<Option<i32>> {
 
 /// A living process that holds a pid file.
 #[derive(Debug)]
-pub struct Holder {
+pub struct PidFileHolder {
     pid: i32,
     process: ProcessFd,
 }
 
-impl Holder {
+impl PidFileHolder {
     /// Returns the holder of the pid file at `path`; none if the file is missing.
     ///
     /// # Errors
     /// The error of the system.
-    pub fn find(path: &Path) -> io::Result<Option<Holder>> {
+    pub fn find(path: &Path) -> io::Result<Option<PidFileHolder>> {
         let file = match File::open(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             other => other?,
@@ -108,7 +108,7 @@ impl Holder {
             let Some(process) = ProcessFd::open(pid)? else { continue };
             // It held the lock before and after: the descriptor is of that very process.
             if lock_holder(&file)? == Some(pid) {
-                return Ok(Some(Holder { pid, process }));
+                return Ok(Some(PidFileHolder { pid, process }));
             }
         }
     }
@@ -146,9 +146,9 @@ impl Holder {
     ///
     /// # Errors
     /// The error of the system.
-    pub fn of_child(child: &std::process::Child) -> io::Result<Holder> {
+    pub fn of_child(child: &std::process::Child) -> io::Result<PidFileHolder> {
         let pid = i32::try_from(child.id()).map_err(io::Error::other)?;
-        Ok(Holder { pid, process: ProcessFd::of_child(child)? })
+        Ok(PidFileHolder { pid, process: ProcessFd::of_child(child)? })
     }
 
     /// Returns a pidfd: readable once the process has ended.
@@ -195,9 +195,9 @@ mod tests {
     fn names_the_holder_while_it_lives() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("pid");
-        assert!(Holder::find(&path).unwrap().is_none());
+        assert!(PidFileHolder::find(&path).unwrap().is_none());
         let mut child = holder_process(&path);
-        let holder = Holder::find(&path).unwrap().unwrap();
+        let holder = PidFileHolder::find(&path).unwrap().unwrap();
         assert_eq!(holder.pid().unsigned_abs(), child.id());
         match PidFile::lock(&path) {
             Err(PidFileError::Held { pid, .. }) => assert_eq!(pid.unsigned_abs(), child.id()),
@@ -208,7 +208,7 @@ mod tests {
         assert!(holder.wait(Duration::from_secs(20)).unwrap());
         child.wait().unwrap();
         holder.terminate().unwrap();
-        assert!(Holder::find(&path).unwrap().is_none());
+        assert!(PidFileHolder::find(&path).unwrap().is_none());
         assert!(PidFile::lock(&path).is_ok());
     }
 
@@ -217,6 +217,6 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("pid");
         fs::write(&path, "1\n").unwrap();
-        assert!(Holder::find(&path).unwrap().is_none());
+        assert!(PidFileHolder::find(&path).unwrap().is_none());
     }
 }

@@ -7,7 +7,7 @@ use shorthorn_control::Client;
 use shorthorn_frontend::node;
 
 use crate::cli::{FrontendArg, RunArgs};
-use crate::pid_file::Holder;
+use crate::pid_file::PidFileHolder;
 use crate::run::runtime::RuntimeDir;
 use crate::run::volume::VolumeDir;
 use crate::run::{RunError, STOP_LIMIT};
@@ -18,7 +18,7 @@ use crate::run::{RunError, STOP_LIMIT};
 /// # Errors
 /// [`RunError::Leftover`] if the next engine could not take the device over, or a process does not stop.
 pub fn stop(args: &RunArgs, runtime: &RuntimeDir, volume: &VolumeDir) -> Result<(), RunError> {
-    let find = |pid_file: &Path| Holder::find(pid_file).map_err(RunError::at(pid_file));
+    let find = |pid_file: &Path| PidFileHolder::find(pid_file).map_err(RunError::at(pid_file));
     if let Some(engine) = find(&runtime.engine().pid)? {
         let user = node::in_use(&args.device_dir.join(args.name.as_str()));
         match &user {
@@ -40,7 +40,7 @@ pub fn stop(args: &RunArgs, runtime: &RuntimeDir, volume: &VolumeDir) -> Result<
 
 /// Stops a process through its control socket if it has one: after a signal, an engine would leave its device
 /// to the next one.
-fn stop_one(holder: &Holder, at_once: bool, control: Option<&Path>) -> Result<(), RunError> {
+fn stop_one(holder: &PidFileHolder, at_once: bool, control: Option<&Path>) -> Result<(), RunError> {
     let pid = holder.pid();
     let failed = |error: io::Error| RunError::Leftover { pid, why: format!("cannot be stopped: {error}") };
     tracing::warn!(pid, at_once, "a process of an earlier run is still running: stopping it");

@@ -21,7 +21,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 
 use crate::descriptor_store::DescriptorStore;
-use crate::pid_file::Holder;
+use crate::pid_file::PidFileHolder;
 use crate::serve::instance::backend::Pending;
 use crate::serve::instance::process::{ORDERLY_LIMIT, end_of, request_end};
 use crate::serve::instance::{
@@ -172,7 +172,7 @@ struct Instance {
 struct Living {
     pid: i32,
     fd: AsyncFd<OwnedFd>,
-    holder: Holder,
+    holder: PidFileHolder,
     child: Option<Child>,
 }
 
@@ -313,7 +313,7 @@ impl Instance {
     /// pid file held and ends, and the next call finds the other.
     fn find_or_spawn(&self) -> io::Result<Living> {
         let pid_file = self.paths.pid(&self.id);
-        if let Some(holder) = Holder::find(&pid_file)? {
+        if let Some(holder) = PidFileHolder::find(&pid_file)? {
             tracing::info!(instance = %self.id, pid = holder.pid(), "found running");
             let fd = end_of(holder.fd()?)?;
             return Ok(Living { pid: holder.pid(), fd, holder, child: None });
@@ -322,7 +322,7 @@ impl Instance {
         fs::OpenOptions::new().create(true).append(true).open(&pid_file)?;
         let child = self.command(&pid_file).spawn()?;
         let pid = i32::try_from(child.id()).map_err(io::Error::other)?;
-        let holder = Holder::of_child(&child)?;
+        let holder = PidFileHolder::of_child(&child)?;
         let fd = end_of(holder.fd()?)?;
         tracing::info!(instance = %self.id, pid, "started");
         Ok(Living { pid, fd, holder, child: Some(child) })
