@@ -7,7 +7,7 @@ use shorthorn_control::{GrantWanted, ProcessCommand};
 use shorthorn_core::{DropCause, PeerIndex};
 use shorthorn_types::{ByteRange, Generation, View};
 
-use crate::failures::RequestError;
+use crate::failures::DeviceError;
 
 /// An event for the main thread.
 #[derive(Debug)]
@@ -53,7 +53,7 @@ pub enum MainEvent {
     /// A newer engine holds the volume.
     Deposed { holder: Generation },
     /// The user of the device received an error.
-    RequestError(RequestError),
+    DeviceError(DeviceError),
     /// A queue cannot continue.
     QueueFailed { queue: u16, reason: String },
     /// A queue that was to finish its requests has answered all of them. The next process continues with its

@@ -19,7 +19,7 @@ const INTERVAL: Duration = Duration::from_secs(10);
 
 /// An error that reaches the user of the device, as a queue reports it to the main thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RequestError {
+pub enum DeviceError {
     /// The volume has failed a request.
     Failed(FailedRequest),
     /// The frontend has refused a request, so that the volume has not seen it.
@@ -58,15 +58,15 @@ impl Limiter {
     }
 
     /// Ends the interval if its time is over: returns the number of errors that were left out.
-    pub fn end_if_over(&mut self, now: Instant) -> Option<RequestError> {
+    pub fn end_if_over(&mut self, now: Instant) -> Option<DeviceError> {
         let since = self.since?;
         (now.saturating_duration_since(since) >= INTERVAL).then(|| self.end()).flatten()
     }
 
     /// Ends the interval: returns the number of errors that were left out.
-    pub fn end(&mut self) -> Option<RequestError> {
+    pub fn end(&mut self) -> Option<DeviceError> {
         let count = std::mem::take(self).unreported;
-        (count > 0).then_some(RequestError::More { count })
+        (count > 0).then_some(DeviceError::More { count })
     }
 }
 
@@ -113,10 +113,10 @@ mod tests {
             None,
             "one line per interval"
         );
-        assert_eq!(limiter.end_if_over(start + INTERVAL), Some(RequestError::More { count: 990 }));
+        assert_eq!(limiter.end_if_over(start + INTERVAL), Some(DeviceError::More { count: 990 }));
         assert!(!limiter.is_active());
         assert_eq!(storm(&mut limiter, start + INTERVAL), 10, "then single errors are reported again");
-        assert_eq!(limiter.end(), Some(RequestError::More { count: 990 }), "nothing is left out at the end");
+        assert_eq!(limiter.end(), Some(DeviceError::More { count: 990 }), "nothing is left out at the end");
     }
 
     #[test]

@@ -372,7 +372,7 @@ fn drain(
                 );
                 return Ok(sockets);
             }
-            Ok(MainEvent::RequestError(error)) => serving.log(error),
+            Ok(MainEvent::DeviceError(error)) => serving.log(error),
             Ok(_) => {}
             Err(_) => {
                 tracing::warn!(%volume, "requests in flight are left to the next process");

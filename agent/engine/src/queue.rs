@@ -13,7 +13,7 @@ use crate::connection::ReadyConnection;
 use crate::counters::RequestMeter;
 use crate::error::EngineError;
 use crate::events::MainEvent;
-use crate::failures::{Limiter, RequestError};
+use crate::failures::{DeviceError, Limiter};
 use crate::link::{self, Notice, QueueLink};
 use crate::shared::{QueueMessage, Shared};
 
@@ -233,21 +233,21 @@ impl RunningQueue {
         let now = Instant::now();
         self.queue.meter.refused(self.refusals.len());
         for at in 0..self.refusals.len() {
-            self.record_error(RequestError::Refused(self.refusals[at]), now);
+            self.record_error(DeviceError::Refused(self.refusals[at]), now);
         }
         self.refusals.clear();
         let unreported = self.limiter.end_if_over(now);
         self.report(unreported);
     }
 
-    fn record_error(&mut self, error: RequestError, now: Instant) {
+    fn record_error(&mut self, error: DeviceError, now: Instant) {
         let error = self.limiter.admits(now).then_some(error);
         self.report(error);
     }
 
-    fn report(&self, error: Option<RequestError>) {
+    fn report(&self, error: Option<DeviceError>) {
         if let Some(error) = error {
-            self.queue.shared.send_event(MainEvent::RequestError(error));
+            self.queue.shared.send_event(MainEvent::DeviceError(error));
         }
     }
 
@@ -379,7 +379,7 @@ impl RunningQueue {
                     self.with_frontend(|frontend, io| frontend.complete(io, slot.slot, outcome));
                 }
                 Output::Failed(failure) => {
-                    self.record_error(RequestError::Failed(failure), *now.get_or_insert_with(Instant::now));
+                    self.record_error(DeviceError::Failed(failure), *now.get_or_insert_with(Instant::now));
                 }
                 Output::Ping { peer, .. } => self.with_link(peer, QueueLink::ping),
                 Output::Propose { peer, view, honoured } => {

@@ -26,7 +26,7 @@ use crate::context::{EngineContext, PeerContext};
 use crate::error::EngineError;
 use crate::events::{Ending, MainEvent};
 use crate::expansion::{ExpansionTask, SharedDevice};
-use crate::failures::{self, RequestError};
+use crate::failures::{self, DeviceError};
 use crate::open::OpenedVolume;
 use crate::rebuild::RebuildTasks;
 use crate::scrubber::Scrubbing;
@@ -273,7 +273,7 @@ impl<'a> Serving<'a> {
                 let source = std::io::Error::other(format!("queue {queue}: {reason}"));
                 return Err(EngineError::System { action: "serving", source });
             }
-            MainEvent::RequestError(error) => self.log(error),
+            MainEvent::DeviceError(error) => self.log(error),
             MainEvent::Expanded { size_bytes } => self.expanded(size_bytes)?,
             MainEvent::Expansion(progress) => self.expansion_progress(progress),
             MainEvent::ClearedAll | MainEvent::Drained { .. } => {}
@@ -282,10 +282,10 @@ impl<'a> Serving<'a> {
     }
 
     /// Logs an error that the user of the device received.
-    pub fn log(&self, error: RequestError) {
+    pub fn log(&self, error: DeviceError) {
         let volume = &self.spec.volume;
         match error {
-            RequestError::Failed(FailedRequest { operation, range, errno, cause, .. }) => {
+            DeviceError::Failed(FailedRequest { operation, range, errno, cause, .. }) => {
                 let (operation, reason) = (failures::name(operation), failures::reason(cause, errno));
                 let replicas = self.names(cause);
                 let (offset_bytes, length_bytes) = (range.offset(), range.length());
@@ -294,14 +294,14 @@ impl<'a> Serving<'a> {
                     "a request has failed: the user of the volume gets the error"
                 );
             }
-            RequestError::Refused(RefusedRequest { operation, offset_bytes, length_bytes, errno }) => {
+            DeviceError::Refused(RefusedRequest { operation, offset_bytes, length_bytes, errno }) => {
                 let operation = operation.map_or("unknown operation", failures::name);
                 tracing::warn!(
                     %volume, operation, offset_bytes, length_bytes, %errno,
                     "a request is refused: no volume of this size can do it"
                 );
             }
-            RequestError::More { count } => {
+            DeviceError::More { count } => {
                 tracing::error!(
                     %volume, count, "more requests have failed or were refused than are logged one by one"
                 );
@@ -318,7 +318,7 @@ impl<'a> Serving<'a> {
     /// Logs the errors that still wait to be logged: the process ends.
     pub fn log_rest(&self, events: &Receiver<MainEvent>) {
         for item in events.try_iter() {
-            if let MainEvent::RequestError(error) = item {
+            if let MainEvent::DeviceError(error) = item {
                 self.log(error);
             }
         }
