@@ -23,7 +23,7 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 
 /// An event of the supervisor.
 #[derive(Debug)]
-pub enum Event {
+pub enum SupervisorEvent {
     /// SIGTERM or SIGINT.
     Stop,
     /// SIGHUP: a new process is to take the place of the engine.
@@ -45,13 +45,13 @@ pub fn block_signals() -> Result<SignalFd, RunError> {
 }
 
 /// Turns signals into events, on a thread of its own.
-pub fn forward_signals(signals: SignalFd, events: SyncSender<Event>) -> Result<(), RunError> {
+pub fn forward_signals(signals: SignalFd, events: SyncSender<SupervisorEvent>) -> Result<(), RunError> {
     let forward = move || {
         while let Ok(Some(signal)) = signals.read_signal() {
             let event = match i32::try_from(signal.ssi_signo).map(Signal::try_from) {
-                Ok(Ok(Signal::SIGCHLD)) => Event::Child,
-                Ok(Ok(Signal::SIGHUP)) => Event::Handover,
-                _ => Event::Stop,
+                Ok(Ok(Signal::SIGCHLD)) => SupervisorEvent::Child,
+                Ok(Ok(Signal::SIGHUP)) => SupervisorEvent::Handover,
+                _ => SupervisorEvent::Stop,
             };
             if events.send(event).is_err() {
                 return;
@@ -66,7 +66,7 @@ pub fn watch(
     control: PathBuf,
     (process, start): (usize, u32),
     ended: Arc<AtomicBool>,
-    events: SyncSender<Event>,
+    events: SyncSender<SupervisorEvent>,
 ) -> Result<(), RunError> {
     let watch = move || {
         let mut pause = FIRST_PAUSE;
@@ -75,7 +75,7 @@ pub fn watch(
             let statuses = Client::connect(&control).and_then(Client::watch);
             for status in statuses.into_iter().flatten().map_while(Result::ok) {
                 pause = FIRST_PAUSE;
-                if events.send(Event::Status(process, start, Box::new(status))).is_err() {
+                if events.send(SupervisorEvent::Status(process, start, Box::new(status))).is_err() {
                     return;
                 }
             }

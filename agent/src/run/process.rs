@@ -15,7 +15,7 @@ use shorthorn_control::{Client, ControlError, EnginePhase, ProcessCommand, Repli
 use shorthorn_types::ReplicaId;
 
 use crate::descriptor_store::DescriptorStore;
-use crate::run::events::{self, Event};
+use crate::run::events::{self, SupervisorEvent};
 use crate::run::runtime::ProcessFiles;
 use crate::run::{RunError, STOP_LIMIT};
 use crate::supervision::{
@@ -52,7 +52,7 @@ pub struct VolumeProcess {
     pub last_words: Option<String>,
     index: usize,
     with_parent: bool,
-    events: SyncSender<Event>,
+    events: SyncSender<SupervisorEvent>,
     lifecycle: Lifecycle,
     starts: u32,
     running: Option<RunningChild>,
@@ -73,7 +73,7 @@ impl VolumeProcess {
         index: usize,
         files: ProcessFiles,
         with_parent: bool,
-        events: SyncSender<Event>,
+        events: SyncSender<SupervisorEvent>,
     ) -> VolumeProcess {
         VolumeProcess {
             role,

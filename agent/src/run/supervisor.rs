@@ -13,7 +13,7 @@ use shorthorn_types::{Members, ReplicaId};
 use crate::cli::RunArgs;
 use crate::roles::STOPPED;
 use crate::run::announce::{Pids, ReadyAnnouncement, ReadyReplica, nbd_uri};
-use crate::run::events::{self, Event};
+use crate::run::events::{self, SupervisorEvent};
 use crate::run::process::{Role, VolumeProcess};
 use crate::run::runtime::RuntimeDir;
 use crate::run::volume::{VolumeDir, private_dir};
@@ -28,7 +28,7 @@ const REPLICA_TRIES: u32 = 2;
 pub struct Supervisor {
     volume: VolumeDir,
     processes: Vec<VolumeProcess>,
-    events: Receiver<Event>,
+    events: Receiver<SupervisorEvent>,
     ready_limit: Duration,
     announced: bool,
 }
@@ -76,10 +76,12 @@ impl Supervisor {
         }
         loop {
             match self.next_event(deadline)? {
-                Some(Event::Stop) => return Ok(()),
-                Some(Event::Handover) => self.hand_over(),
-                Some(Event::Child) => self.reap()?,
-                Some(Event::Status(process, start, status)) => self.processes[process].take(start, *status),
+                Some(SupervisorEvent::Stop) => return Ok(()),
+                Some(SupervisorEvent::Handover) => self.hand_over(),
+                Some(SupervisorEvent::Child) => self.reap()?,
+                Some(SupervisorEvent::Status(process, start, status)) => {
+                    self.processes[process].take(start, *status)
+                }
                 None => {}
             }
             self.start_due_processes()?;
@@ -91,7 +93,7 @@ impl Supervisor {
     }
 
     /// Returns the next event; none if an action has become due instead.
-    fn next_event(&self, deadline: Instant) -> Result<Option<Event>, RunError> {
+    fn next_event(&self, deadline: Instant) -> Result<Option<SupervisorEvent>, RunError> {
         let due = self.processes.iter().filter_map(VolumeProcess::deadline);
         let due = due.chain((!self.announced).then_some(deadline)).min();
         let received = match due {
@@ -231,7 +233,7 @@ impl Supervisor {
             };
             let wait = deadline.saturating_duration_since(Instant::now());
             // A second request to stop: the caller does not want to wait.
-            if let Ok(Event::Stop) = self.events.recv_timeout(wait) {
+            if let Ok(SupervisorEvent::Stop) = self.events.recv_timeout(wait) {
                 for process in &mut *processes {
                     process.stop()?;
                 }
