@@ -11,7 +11,7 @@ use shorthorn_types::VolumeName;
 
 use crate::filesystem::Filesystem;
 use crate::serve::config::SUM_MIB_PER_S;
-use crate::size::VolumeSize;
+use crate::size::SizeArgument;
 
 /// The place of mount units.
 const UNITS: &str = "/etc/systemd/system";
@@ -120,7 +120,7 @@ pub struct RunArgs {
     pub dir: PathBuf,
     /// Size of the volume, for instance 1GiB: a multiple of 4096 bytes
     #[arg(long)]
-    pub size: VolumeSize,
+    pub size: SizeArgument,
     /// Number of replicas, 1 to 8
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=8))]
     pub replicas: u8,

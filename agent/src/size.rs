@@ -8,11 +8,11 @@ use thiserror::Error;
 
 /// The size of a volume: a multiple of 4096, and not 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct VolumeSize(pub u64);
+pub struct SizeArgument(pub u64);
 
 /// The reason why a text is not the size of a volume.
 #[derive(Debug, Error, PartialEq, Eq)]
-pub enum SizeError {
+pub enum SizeArgumentError {
     /// The text is not a number of bytes.
     #[error(transparent)]
     Syntax(#[from] ParseBytesError),
@@ -24,18 +24,18 @@ pub enum SizeError {
     Unaligned(String),
 }
 
-impl FromStr for VolumeSize {
-    type Err = SizeError;
+impl FromStr for SizeArgument {
+    type Err = SizeArgumentError;
 
-    fn from_str(text: &str) -> Result<VolumeSize, SizeError> {
+    fn from_str(text: &str) -> Result<SizeArgument, SizeArgumentError> {
         let bytes = parse_bytes(text)?;
         if bytes > MAX_VOLUME_BYTES {
-            return Err(SizeError::TooLarge(text.to_owned()));
+            return Err(SizeArgumentError::TooLarge(text.to_owned()));
         }
         if bytes == 0 || !bytes.is_multiple_of(BLOCK_BYTES) {
-            return Err(SizeError::Unaligned(text.to_owned()));
+            return Err(SizeArgumentError::Unaligned(text.to_owned()));
         }
-        Ok(VolumeSize(bytes))
+        Ok(SizeArgument(bytes))
     }
 }
 
@@ -46,12 +46,12 @@ mod tests {
     #[test]
     fn a_volume_has_whole_blocks_up_to_the_limit() {
         for (text, bytes) in [("4096", 4096), ("1Gi", 1 << 30), ("16TiB", 16 << 40)] {
-            assert_eq!(text.parse(), Ok(VolumeSize(bytes)), "{text}");
+            assert_eq!(text.parse(), Ok(SizeArgument(bytes)), "{text}");
         }
-        assert!(matches!("1G".parse::<VolumeSize>(), Err(SizeError::Syntax(_))));
+        assert!(matches!("1G".parse::<SizeArgument>(), Err(SizeArgumentError::Syntax(_))));
         for text in ["0", "512", "4097", "0GiB"] {
-            assert!(matches!(text.parse::<VolumeSize>(), Err(SizeError::Unaligned(_))), "{text}");
+            assert!(matches!(text.parse::<SizeArgument>(), Err(SizeArgumentError::Unaligned(_))), "{text}");
         }
-        assert!(matches!("17TiB".parse::<VolumeSize>(), Err(SizeError::TooLarge(_))));
+        assert!(matches!("17TiB".parse::<SizeArgument>(), Err(SizeArgumentError::TooLarge(_))));
     }
 }
