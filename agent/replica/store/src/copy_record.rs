@@ -19,7 +19,7 @@ use crate::directory::Directory;
 use crate::epoch_record::EpochRecord;
 use crate::error::StoreError;
 use crate::facts::recover_directory;
-use crate::steps::Executor;
+use crate::steps::StepExecutor;
 use crate::sums_files::sweep_sums;
 use crate::timestamp::now_rfc3339;
 
@@ -133,7 +133,7 @@ impl CopyRecord {
     /// # Errors
     /// [`StoreError::CopyFormat`], or an I/O error.
     pub(crate) fn resume(
-        executor: &Executor<'_>,
+        executor: &StepExecutor<'_>,
         epoch_record: &mut EpochRecord,
         is_read_only: bool,
     ) -> Result<Resumed> {
@@ -173,7 +173,11 @@ impl CopyRecord {
 
     /// Removes a record that is of no use. Repeatable, as long as the record is there. A directory without a
     /// valid layout is emptied only if the copy was about to replace its content anyway.
-    fn drop_record(executor: &Executor<'_>, epoch_record: &mut EpochRecord, is_prepared: bool) -> Result<()> {
+    fn drop_record(
+        executor: &StepExecutor<'_>,
+        epoch_record: &mut EpochRecord,
+        is_prepared: bool,
+    ) -> Result<()> {
         let directory = executor.directory();
         let accepting = Checks { accept_short_layers: true, accept_rebuilding: true, ..Checks::default() };
         match recover_directory(directory, &accepting) {
@@ -195,7 +199,7 @@ impl CopyRecord {
     }
 
     /// Makes the directory that of an empty volume of the same size.
-    fn make_empty(executor: &Executor<'_>, epoch_record: &mut EpochRecord) -> Result<()> {
+    fn make_empty(executor: &StepExecutor<'_>, epoch_record: &mut EpochRecord) -> Result<()> {
         let directory = executor.directory();
         sweep_sums(directory, |_| false)?;
         epoch_record.drop_series(directory)?;
@@ -207,7 +211,11 @@ impl CopyRecord {
     }
 
     /// Makes the layers. Repeatable.
-    pub(crate) fn prepare(&mut self, executor: &Executor<'_>, epoch_record: &mut EpochRecord) -> Result<()> {
+    pub(crate) fn prepare(
+        &mut self,
+        executor: &StepExecutor<'_>,
+        epoch_record: &mut EpochRecord,
+    ) -> Result<()> {
         let directory = executor.directory();
         let steps = self.list.steps(&read_volume(directory)?, &directory.list()?, &self.done);
         executor.run(&steps, epoch_record)?;

@@ -9,7 +9,7 @@ use crate::directory::Directory;
 use crate::error::StoreError;
 use crate::host::HostFileSystem;
 use crate::options::FaultHook;
-use crate::steps::Executor;
+use crate::steps::StepExecutor;
 
 type Result<T> = std::result::Result<T, StoreError>;
 
@@ -74,8 +74,8 @@ impl Medium {
         self.host.can_punch
     }
 
-    pub fn executor(&self) -> Executor<'_> {
-        Executor::new(&self.directory, self.fault.as_ref(), self.host.direct_io)
+    pub fn executor(&self) -> StepExecutor<'_> {
+        StepExecutor::new(&self.directory, self.fault.as_ref(), self.host.direct_io)
     }
 
     pub fn is_read_only(&self) -> bool {

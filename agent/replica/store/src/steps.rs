@@ -19,15 +19,15 @@ type Result<T> = std::result::Result<T, StoreError>;
 const COPY_BYTES: usize = 1 << 20;
 
 /// Executes steps in one directory.
-pub(crate) struct Executor<'a> {
+pub(crate) struct StepExecutor<'a> {
     directory: &'a Directory,
     fault: Option<&'a FaultHook>,
     direct_io: bool,
 }
 
-impl<'a> Executor<'a> {
-    pub fn new(directory: &'a Directory, fault: Option<&'a FaultHook>, direct_io: bool) -> Executor<'a> {
-        Executor { directory, fault, direct_io }
+impl<'a> StepExecutor<'a> {
+    pub fn new(directory: &'a Directory, fault: Option<&'a FaultHook>, direct_io: bool) -> StepExecutor<'a> {
+        StepExecutor { directory, fault, direct_io }
     }
 
     pub fn directory(&self) -> &'a Directory {

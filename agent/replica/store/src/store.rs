@@ -42,7 +42,7 @@ use crate::options::{CreateOptions, OpenOptions};
 use crate::regions::RegionFiles;
 use crate::revision;
 use crate::state::{self, SavedState, StateWriter};
-use crate::steps::Executor;
+use crate::steps::StepExecutor;
 use crate::sums::SnapshotLayers;
 use crate::sums_files::sweep_sums;
 use crate::timestamp::now_rfc3339;
@@ -517,7 +517,7 @@ impl Store {
 
 /// Takes over a directory that interrupted operations have left whole. It counts as dirty from now on.
 fn take_over(
-    executor: &Executor<'_>,
+    executor: &StepExecutor<'_>,
     image: &mut Image,
     epoch_record: &mut EpochRecord,
     boot: &mut Boot,

@@ -11,7 +11,7 @@ use shorthorn_chain::{ChainError, FileStep, FoldPlan, ImageName};
 use crate::directory::Directory;
 use crate::error::StoreError;
 use crate::options::FaultHook;
-use crate::steps::Executor;
+use crate::steps::StepExecutor;
 use crate::store::Store;
 use crate::sums::drop_sums;
 use crate::sums_files::sweep_sums;
@@ -42,7 +42,7 @@ impl FoldJob {
     /// # Errors
     /// An I/O error, as when the disk is full. No visible data has changed.
     pub fn run(self, mut progress: impl FnMut(u64)) -> Result<FoldedJob> {
-        let executor = Executor::new(&self.directory, self.fault.as_ref(), self.direct_io);
+        let executor = StepExecutor::new(&self.directory, self.fault.as_ref(), self.direct_io);
         executor.copy(&self.copy, &mut progress)?;
         let child = self.copy.iter().find_map(|step| match step {
             FileStep::Fold { from, .. } => Some(from.clone()),
