@@ -22,7 +22,7 @@ mod registration;
 mod volumes;
 
 pub use dead_mounts::{DeadMount, DeadMounts};
-pub use node::{NodeOptions, NodeService};
+pub use node::{CsiNodeService, NodeOptions};
 pub use registration::RegistrationService;
 pub use shorthorn_types::DeviceNumber;
 pub use volumes::{Condition, Device, Volume, Volumes, VolumesError};

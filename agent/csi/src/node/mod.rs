@@ -48,7 +48,7 @@ pub struct NodeOptions {
 
 /// Serves the calls of kubelet to the CSI Node service.
 #[derive(Clone)]
-pub struct NodeService {
+pub struct CsiNodeService {
     volumes: Arc<dyn Volumes>,
     options: Arc<NodeOptions>,
     /// For everything that changes something.
@@ -59,9 +59,9 @@ pub struct NodeService {
     dead_mounts: Arc<DeadMounts>,
 }
 
-impl std::fmt::Debug for NodeService {
+impl std::fmt::Debug for CsiNodeService {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("NodeService").field("options", &self.options).finish_non_exhaustive()
+        f.debug_struct("CsiNodeService").field("options", &self.options).finish_non_exhaustive()
     }
 }
 
@@ -69,10 +69,10 @@ type RpcResult<T> = Result<Response<T>, Status>;
 /// The answer of [`Volumes`].
 type VolumeResult = Result<Volume, VolumesError>;
 
-impl NodeService {
+impl CsiNodeService {
     /// Creates the service for the volumes of `volumes`.
     #[must_use]
-    pub fn new(volumes: Arc<dyn Volumes>, mut options: NodeOptions) -> NodeService {
+    pub fn new(volumes: Arc<dyn Volumes>, mut options: NodeOptions) -> CsiNodeService {
         // Mounts are listed by their real paths: MicroK8s has a link in place of the directory.
         for root in &mut options.roots {
             if let Ok(real) = std::fs::canonicalize(&*root) {
@@ -80,18 +80,18 @@ impl NodeService {
             }
         }
         let (gates, stats_gates, dead_mounts) = Default::default();
-        NodeService { volumes, options: Arc::new(options), gates, stats_gates, dead_mounts }
+        CsiNodeService { volumes, options: Arc::new(options), gates, stats_gates, dead_mounts }
     }
 
     /// Returns the same service, which records dead mounts of pods in `dead_mounts`.
     #[must_use]
-    pub fn with_dead_mounts(self, dead_mounts: Arc<DeadMounts>) -> NodeService {
-        NodeService { dead_mounts, ..self }
+    pub fn with_dead_mounts(self, dead_mounts: Arc<DeadMounts>) -> CsiNodeService {
+        CsiNodeService { dead_mounts, ..self }
     }
 
     /// Returns the service for a gRPC server.
     #[must_use]
-    pub fn server(self) -> NodeServer<NodeService> {
+    pub fn server(self) -> NodeServer<CsiNodeService> {
         NodeServer::new(self).max_decoding_message_size(REQUEST_MAX_BYTES)
     }
 
@@ -144,7 +144,7 @@ impl NodeService {
 }
 
 #[tonic::async_trait]
-impl Node for NodeService {
+impl Node for CsiNodeService {
     async fn node_stage_volume(
         &self,
         request: Request<v1::NodeStageVolumeRequest>,

@@ -19,7 +19,7 @@ use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
 use shorthorn_api::csi::v1::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use shorthorn_csi::{DRIVER_NAME, IdentityService};
 use shorthorn_csi_node::{
-    Condition, DeadMounts, Device, DeviceNumber, NodeOptions, NodeService, Volume, Volumes, VolumesError,
+    Condition, CsiNodeService, DeadMounts, Device, DeviceNumber, NodeOptions, Volume, Volumes, VolumesError,
 };
 use shorthorn_types::VolumeName;
 use tempfile::TempDir;
@@ -213,7 +213,9 @@ impl Node {
         let server = Server::builder()
             .add_service(IdentityService::new(DRIVER_NAME, "1.2.3").server())
             .add_service(
-                NodeService::new(volumes, options).with_dead_mounts(Arc::clone(&self.dead_mounts)).server(),
+                CsiNodeService::new(volumes, options)
+                    .with_dead_mounts(Arc::clone(&self.dead_mounts))
+                    .server(),
             )
             .serve_with_incoming(incoming);
         tokio::spawn(server);

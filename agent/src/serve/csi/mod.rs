@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use shorthorn_csi::{DRIVER_NAME, IdentityService};
-use shorthorn_csi_node::{DeadMounts, NodeOptions, NodeService, RegistrationService};
+use shorthorn_csi_node::{CsiNodeService, DeadMounts, NodeOptions, RegistrationService};
 use shorthorn_types::MAX_LABEL_BYTES;
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch as channel};
@@ -227,7 +227,7 @@ impl CsiDriver {
         let (volumes, dead_mounts) = (Arc::clone(&self.volumes), Arc::clone(&self.state.dead_mounts));
         server()
             .add_service(IdentityService::new(DRIVER_NAME, env!("CARGO_PKG_VERSION")).server())
-            .add_service(NodeService::new(volumes, options).with_dead_mounts(dead_mounts).server())
+            .add_service(CsiNodeService::new(volumes, options).with_dead_mounts(dead_mounts).server())
     }
 }
 
