@@ -28,7 +28,7 @@ use self::signals::Signals;
 use crate::api::Diagnostics;
 use crate::config::{Config, DEFAULT_METRICS, StoreConfig};
 use crate::kubernetes::ApiServerError;
-use crate::kubernetes::store::OpenError;
+use crate::kubernetes::store::StoreOpenError;
 use crate::metrics::{ControllerMetrics, Metered, Metrics, ReadinessPhase};
 use crate::store::{Store, StoreError};
 use crate::tls::{CaError, CaStorage, Tls};
@@ -44,7 +44,7 @@ pub enum ServeError {
     Connect(#[from] ApiServerError),
     /// The objects of Kubernetes cannot be used.
     #[error(transparent)]
-    Kubernetes(#[from] OpenError),
+    Kubernetes(#[from] StoreOpenError),
     /// Another controller works now, or may.
     #[error("lost leadership: {0}")]
     LeaseLost(String),

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use super::keys::{FINGERPRINT_ANNOTATION, KeyOfVolume};
 use super::order::ObjectList;
 use super::remote::Part;
-use super::{CallError, ConvertError, Inner, OpenError, bounded, convert, finalizer, is_code};
+use super::{CallError, ConvertError, Inner, StoreOpenError, bounded, convert, finalizer, is_code};
 use crate::backoff::backoff;
 use crate::kubernetes::list_watch::{Pages, Watch, WatchChange, WatchEnd};
 
@@ -103,12 +103,12 @@ pub(super) async fn follow(inner: Arc<Inner>, kind: Kind, mut followed: Followed
 }
 
 /// Takes in everything of a kind.
-pub(super) async fn list(inner: &Arc<Inner>, kind: Kind) -> Result<Followed, OpenError> {
+pub(super) async fn list(inner: &Arc<Inner>, kind: Kind) -> Result<Followed, StoreOpenError> {
     let mut lists = 1;
     loop {
         match list_once(inner, kind).await {
             // It took so long that the API server has forgotten the version that it began with.
-            Err(OpenError::Call(error)) if is_code(&error, 410) && lists < LISTS_MAX => {
+            Err(StoreOpenError::Call(error)) if is_code(&error, 410) && lists < LISTS_MAX => {
                 tracing::info!(kind = kind.as_str(), %error, "listing again from the start");
                 lists += 1;
             }
@@ -117,13 +117,13 @@ pub(super) async fn list(inner: &Arc<Inner>, kind: Kind) -> Result<Followed, Ope
     }
 }
 
-async fn list_once(inner: &Arc<Inner>, kind: Kind) -> Result<Followed, OpenError> {
+async fn list_once(inner: &Arc<Inner>, kind: Kind) -> Result<Followed, StoreOpenError> {
     let api = inner.remote.api(kind);
     let (mut list, mut followed) = (ObjectList::default(), Followed::new(0));
     let mut pages = Pages::new(&api, ListParams::default());
     while let Some(objects) = pages.next().await.map_err(|error| not_installed(kind, error))? {
         if list.version == 0 {
-            list.version = convert::version(pages.version()).map_err(OpenError::List)?;
+            list.version = convert::version(pages.version()).map_err(StoreOpenError::List)?;
         }
         read_page(inner, kind, objects, &mut list, &mut followed).await?;
     }
@@ -178,7 +178,7 @@ async fn read_page(
 
 /// Adds the volumes that were created after the list of volumes, but before the lists of the objects that
 /// belong to them.
-pub(super) async fn complete(inner: &Inner) -> Result<(), OpenError> {
+pub(super) async fn complete(inner: &Inner) -> Result<(), StoreOpenError> {
     let missing: BTreeSet<String> = {
         let state = inner.known.state();
         let replicas = state.replicas.values().map(|replica| replica.spec.volume_name.as_str());
@@ -197,8 +197,8 @@ pub(super) async fn complete(inner: &Inner) -> Result<(), OpenError> {
     Ok(())
 }
 
-fn not_installed(kind: Kind, error: CallError) -> OpenError {
-    if is_code(&error, 404) { OpenError::NotInstalled(plural(kind)) } else { error.into() }
+fn not_installed(kind: Kind, error: CallError) -> StoreOpenError {
+    if is_code(&error, 404) { StoreOpenError::NotInstalled(plural(kind)) } else { error.into() }
 }
 
 fn key_of(kind: Kind, object: &DynamicObject) -> Key {
@@ -332,7 +332,7 @@ async fn hold(inner: &Inner, key: &Key, object: &DynamicObject) -> Result<Dynami
 pub(super) async fn keys_of_volumes(
     client: &kube::Client,
     namespace: &str,
-) -> Result<Vec<KeyOfVolume>, OpenError> {
+) -> Result<Vec<KeyOfVolume>, StoreOpenError> {
     let api: Api<DynamicObject> = Api::namespaced_with(client.clone(), namespace, &resource(Kind::Volume));
     let (mut pages, mut volumes) = (Pages::new(&api, ListParams::default()), Vec::new());
     while let Some(page) = pages.next_metadata().await.map_err(|error| not_installed(Kind::Volume, error))? {

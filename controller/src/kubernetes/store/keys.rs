@@ -15,7 +15,7 @@ use shorthorn_controller_core::objects::{Kind, SECRET_BYTES, Secret};
 use shorthorn_types::hex;
 
 use super::finalizer::is_held;
-use super::{OpenError, bounded, is_code};
+use super::{StoreOpenError, bounded, is_code};
 use crate::random::random_bytes;
 
 /// The Secret that has the key.
@@ -79,7 +79,7 @@ impl VolumeKeys {
     pub async fn open(
         secrets: &Api<KubernetesSecret>,
         volumes: &[KeyOfVolume],
-    ) -> Result<VolumeKeys, OpenError> {
+    ) -> Result<VolumeKeys, StoreOpenError> {
         let mut found = bounded(secrets.get_opt(KEY_NAME)).await?;
         if let Some(secret) = found.as_ref().filter(|secret| is_deleting(secret)) {
             if volumes.iter().any(|volume| volume.is_needed) {
@@ -104,14 +104,14 @@ impl VolumeKeys {
 
     /// Returns an error unless these volumes were made with this key. A volume without a fingerprint is of an
     /// earlier release.
-    fn check(&self, volumes: &[KeyOfVolume]) -> Result<(), OpenError> {
+    fn check(&self, volumes: &[KeyOfVolume]) -> Result<(), StoreOpenError> {
         let present = self.fingerprint();
         let is_other = |volume: &&KeyOfVolume| {
             volume.is_needed && volume.fingerprint.as_ref().is_some_and(|needed| *needed != present)
         };
         let mut others = volumes.iter().filter(is_other);
         let Some(first) = others.next() else { return Ok(()) };
-        Err(OpenError::OtherKey {
+        Err(StoreOpenError::OtherKey {
             count: 1 + others.count(),
             volume: first.volume.clone(),
             needed: first.fingerprint.clone().unwrap_or_default(),
@@ -119,8 +119,8 @@ impl VolumeKeys {
         })
     }
 
-    async fn make(secrets: &Api<KubernetesSecret>) -> Result<VolumeKeys, OpenError> {
-        let key: [u8; SECRET_BYTES] = random_bytes().map_err(OpenError::Random)?;
+    async fn make(secrets: &Api<KubernetesSecret>) -> Result<VolumeKeys, StoreOpenError> {
+        let key: [u8; SECRET_BYTES] = random_bytes().map_err(StoreOpenError::Random)?;
         let secret = KubernetesSecret {
             metadata: ObjectMeta {
                 name: Some(KEY_NAME.to_owned()),
@@ -148,10 +148,10 @@ impl VolumeKeys {
         }
     }
 
-    fn read(secret: &KubernetesSecret) -> Result<VolumeKeys, OpenError> {
+    fn read(secret: &KubernetesSecret) -> Result<VolumeKeys, StoreOpenError> {
         let bytes = secret.data.as_ref().and_then(|data| data.get(FIELD)).map(|bytes| bytes.0.as_slice());
         let key: Option<&[u8; SECRET_BYTES]> = bytes.and_then(|bytes| bytes.try_into().ok());
-        key.map(VolumeKeys::new).ok_or(OpenError::Key)
+        key.map(VolumeKeys::new).ok_or(StoreOpenError::Key)
     }
 }
 
@@ -178,12 +178,12 @@ impl KeyOfVolume {
     }
 }
 
-fn check_none_needed(volumes: &[KeyOfVolume]) -> Result<(), OpenError> {
+fn check_none_needed(volumes: &[KeyOfVolume]) -> Result<(), StoreOpenError> {
     let mut needing = volumes.iter().filter(|volume| volume.is_needed);
     let Some(first) = needing.next() else { return Ok(()) };
     let fingerprint =
         volumes.iter().filter(|volume| volume.is_needed).find_map(|one| one.fingerprint.clone());
-    Err(OpenError::KeyLost {
+    Err(StoreOpenError::KeyLost {
         count: 1 + needing.count(),
         volume: first.volume.clone(),
         fingerprint: fingerprint.unwrap_or_else(|| "not known, as an earlier release made them".to_owned()),
@@ -291,7 +291,7 @@ mod tests {
         let next = VolumeKeys::open(&secrets, &[volume("new", None, false)]).await.unwrap().fingerprint();
         assert_ne!(next, first);
         let lost = VolumeKeys::open(&secrets, &needing).await.unwrap_err();
-        assert!(matches!(lost, OpenError::OtherKey { .. }), "{lost}");
+        assert!(matches!(lost, StoreOpenError::OtherKey { .. }), "{lost}");
         *api.0.lock().unwrap() = None;
         let lost = VolumeKeys::open(&secrets, &needing).await.unwrap_err();
         assert!(lost.to_string().contains(&first), "{lost}");
@@ -321,7 +321,7 @@ mod tests {
         let volumes =
             [volume("new", None, false), volume("old", None, true), volume("b", Some("f00d"), true)];
         let error = check_none_needed(&volumes).unwrap_err();
-        let OpenError::KeyLost { count, volume, fingerprint } = &error else { panic!("{error}") };
+        let StoreOpenError::KeyLost { count, volume, fingerprint } = &error else { panic!("{error}") };
         assert_eq!((*count, volume.as_str(), fingerprint.as_str()), (2, "old", "f00d"));
         assert!(check_none_needed(&volumes[..2]).unwrap_err().to_string().contains("not known"));
     }
@@ -338,7 +338,9 @@ mod tests {
         keys.check(&[volume("new", Some("f00d"), false)]).unwrap();
         let error =
             keys.check(&[volume("a", Some(&mine), true), volume("b", Some("f00d"), true)]).unwrap_err();
-        let OpenError::OtherKey { count: 1, volume, needed, present } = &error else { panic!("{error}") };
+        let StoreOpenError::OtherKey { count: 1, volume, needed, present } = &error else {
+            panic!("{error}")
+        };
         assert_eq!((volume.as_str(), needed.as_str(), present), ("b", "f00d", &mine));
     }
 
@@ -359,7 +361,7 @@ mod tests {
             ..KubernetesSecret::default()
         };
         assert!(VolumeKeys::read(&with(&[0; SECRET_BYTES])).is_ok());
-        assert!(matches!(VolumeKeys::read(&with(&[0; 31])), Err(OpenError::Key)));
-        assert!(matches!(VolumeKeys::read(&KubernetesSecret::default()), Err(OpenError::Key)));
+        assert!(matches!(VolumeKeys::read(&with(&[0; 31])), Err(StoreOpenError::Key)));
+        assert!(matches!(VolumeKeys::read(&KubernetesSecret::default()), Err(StoreOpenError::Key)));
     }
 }

@@ -51,7 +51,7 @@ pub use shorthorn_kube::{CallError, bounded, is_code};
 
 /// The reason why the store cannot be opened.
 #[derive(Debug, Error)]
-pub enum OpenError {
+pub enum StoreOpenError {
     /// A call failed.
     #[error("cannot read the objects of Shorthorn: {0}")]
     Call(#[from] CallError),
@@ -147,8 +147,12 @@ impl KubeStore {
     /// Reads all objects, and follows their changes. `events` reports problems of objects.
     ///
     /// # Errors
-    /// [`OpenError`].
-    pub async fn open(client: Client, namespace: &str, events: EventSender) -> Result<KubeStore, OpenError> {
+    /// [`StoreOpenError`].
+    pub async fn open(
+        client: Client,
+        namespace: &str,
+        events: EventSender,
+    ) -> Result<KubeStore, StoreOpenError> {
         check_definitions(&client).await?;
         let volumes = follow::keys_of_volumes(&client, namespace).await?;
         let secrets = Api::<KubernetesSecret>::namespaced(client.clone(), namespace);
@@ -168,7 +172,7 @@ impl KubeStore {
         }
         let mut lists = Vec::new();
         while let Some(listed) = listing.join_next().await {
-            let (kind, followed) = listed.map_err(|error| OpenError::Ended(error.to_string()))?;
+            let (kind, followed) = listed.map_err(|error| StoreOpenError::Ended(error.to_string()))?;
             lists.push((kind, followed?));
         }
         follow::complete(&inner).await?;
@@ -187,13 +191,13 @@ impl KubeStore {
 }
 
 /// Checks that the API server keeps all fields that this release stores.
-async fn check_definitions(client: &Client) -> Result<(), OpenError> {
+async fn check_definitions(client: &Client) -> Result<(), StoreOpenError> {
     let api: Api<CustomResourceDefinition> = Api::all(client.clone());
     for kind in KINDS {
         let definition = crds::definition_name(kind);
         let found = match bounded(api.get_opt(&definition)).await {
             Ok(Some(found)) => found,
-            Ok(None) => return Err(OpenError::NotInstalled(plural(kind))),
+            Ok(None) => return Err(StoreOpenError::NotInstalled(plural(kind))),
             Err(error) if is_code(&error, 403) => {
                 tracing::warn!(%error, "cannot read {definition}: apply packaging/deploy/rbac.yaml again");
                 return Ok(());
@@ -203,7 +207,7 @@ async fn check_definitions(client: &Client) -> Result<(), OpenError> {
         let installed = serde_json::to_value(found).unwrap_or_default();
         let lacking = crds::lacking(kind, &installed);
         if !lacking.is_empty() {
-            return Err(OpenError::OldDefinition { definition, lacking: lacking.join(", ") });
+            return Err(StoreOpenError::OldDefinition { definition, lacking: lacking.join(", ") });
         }
     }
     Ok(())

@@ -125,7 +125,7 @@ async fn a_list_that_took_too_long_begins_again_and_ends_after_some_attempts() {
     let inner = inner(&api);
     *api.expired.lock().unwrap() = LISTS_MAX;
     let error = list(&inner, Kind::Volume).await.unwrap_err();
-    assert!(matches!(&error, OpenError::Call(error) if is_code(error, 410)), "{error}");
+    assert!(matches!(&error, StoreOpenError::Call(error) if is_code(error, 410)), "{error}");
     assert!(known(&inner).is_empty(), "half of a list counts for nothing");
 }
 
