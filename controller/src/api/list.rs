@@ -7,7 +7,7 @@ use shorthorn_api::v1;
 use shorthorn_controller_core::{NodeName, requests};
 use tonic::{Response, Status};
 
-use super::server::{Api, Reply};
+use super::server::{Api, RpcResult};
 use super::{messages, status};
 use crate::agents::ASKED_MAX;
 use crate::kubernetes::workloads::Workload;
@@ -129,7 +129,10 @@ fn foreign(token: &str) -> Status {
 }
 
 impl Api {
-    pub(super) async fn volumes(&self, request: v1::ListVolumesRequest) -> Reply<v1::ListVolumesResponse> {
+    pub(super) async fn volumes(
+        &self,
+        request: v1::ListVolumesRequest,
+    ) -> RpcResult<v1::ListVolumesResponse> {
         let mut answer = {
             let cluster = self.store.state();
             let agents = self.fleet.agents();
@@ -168,7 +171,7 @@ impl Api {
         }
     }
 
-    pub(super) fn replicas(&self, request: &v1::ListReplicasRequest) -> Reply<v1::ListReplicasResponse> {
+    pub(super) fn replicas(&self, request: &v1::ListReplicasRequest) -> RpcResult<v1::ListReplicasResponse> {
         let (volume, node) = (&request.volume, &request.node);
         let cluster = self.store.state();
         if !volume.is_empty() {
@@ -187,7 +190,7 @@ impl Api {
         Ok(Response::new(v1::ListReplicasResponse { replicas, next_page_token: found.next_token }))
     }
 
-    pub(super) fn nodes(&self, request: &v1::ListNodesRequest) -> Reply<v1::ListNodesResponse> {
+    pub(super) fn nodes(&self, request: &v1::ListNodesRequest) -> RpcResult<v1::ListNodesResponse> {
         let cluster = self.store.state();
         let agents = self.fleet.agents();
         let found = page(&cluster.nodes, request.page_size, &request.page_token, |_| true)?;

@@ -5,11 +5,11 @@ use shorthorn_controller_core::requests::{self, SetVolume};
 use shorthorn_controller_core::{NodeName, Timestamp, drain};
 use tonic::{Response, Status};
 
-use super::server::{Api, Reply, drain_left};
+use super::server::{Api, RpcResult, drain_left};
 use super::{messages, status};
 
 impl Api {
-    pub(super) async fn change_placement(&self, request: v1::SetVolumeRequest) -> Reply<v1::Volume> {
+    pub(super) async fn change_placement(&self, request: v1::SetVolumeRequest) -> RpcResult<v1::Volume> {
         let tags = |tags: Option<v1::Tags>| tags.map(|tags| tags.tags);
         let locality = messages::data_locality(request.data_locality);
         let data_locality = locality.map_err(|error| status::of_request(&error))?;
@@ -26,7 +26,7 @@ impl Api {
         self.change_volume(&wanted.name, |cluster| wanted.apply(cluster)).await
     }
 
-    pub(super) async fn evict(&self, name: &str) -> Reply<v1::DrainLeft> {
+    pub(super) async fn evict(&self, name: &str) -> RpcResult<v1::DrainLeft> {
         self.change(|cluster| requests::evict(cluster, name, Timestamp::now())).await?;
         let cluster = self.store.state();
         let replica = cluster.replicas.get(name);

@@ -5,14 +5,17 @@ use shorthorn_api::v1::rebalance_request::Mode;
 use shorthorn_controller_core::rebalance::{self, Move, RebalanceInput, RebalancePlan};
 use tonic::{Response, Status};
 
-use super::server::{Api, Reply, drain_left};
+use super::server::{Api, RpcResult, drain_left};
 use super::status;
 
 /// The default number of simultaneous moves: each copies a whole replica.
 const DEFAULT_MAX_MOVES: u32 = 4;
 
 impl Api {
-    pub(super) async fn move_replicas(&self, request: v1::RebalanceRequest) -> Reply<v1::RebalanceResponse> {
+    pub(super) async fn move_replicas(
+        &self,
+        request: v1::RebalanceRequest,
+    ) -> RpcResult<v1::RebalanceResponse> {
         let mode = request.mode();
         let max_moves = match request.max_moves {
             0 => DEFAULT_MAX_MOVES,

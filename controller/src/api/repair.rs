@@ -11,7 +11,7 @@ use shorthorn_types::View;
 use tokio::task::JoinSet;
 use tonic::{Response, Status};
 
-use super::server::{Api, Reply};
+use super::server::{Api, RpcResult};
 use super::status;
 use crate::agents::{AgentCallError, convert};
 
@@ -27,7 +27,7 @@ impl Api {
         Ok(v1::Explanation { healthy: why.healthy, sentences: why.sentences, hints: why.hints })
     }
 
-    pub(super) async fn scrub(&self, request: v1::ScrubRequest) -> Reply<v1::Volume> {
+    pub(super) async fn scrub(&self, request: v1::ScrubRequest) -> RpcResult<v1::Volume> {
         let name = request.volume.clone();
         let location = requests::engine_location(&self.store.state(), &name);
         let (node, _) = location.map_err(|error| status::of_request(&error))?;
@@ -38,7 +38,7 @@ impl Api {
     pub(super) async fn upgrade(
         &self,
         request: v1::UpgradeVolumeEngineRequest,
-    ) -> Reply<v1::UpgradeEngineResponse> {
+    ) -> RpcResult<v1::UpgradeEngineResponse> {
         let v1::UpgradeVolumeEngineRequest { name: volume, only_outdated } = request;
         let location = requests::engine_location(&self.store.state(), &volume);
         let (node, attach) = location.map_err(|error| status::of_request(&error))?;
@@ -68,7 +68,7 @@ impl Api {
         Ok(judged(asking.join_all().await, granted))
     }
 
-    pub(super) async fn salvage(&self, request: v1::SalvageVolumeRequest) -> Reply<v1::Volume> {
+    pub(super) async fn salvage(&self, request: v1::SalvageVolumeRequest) -> RpcResult<v1::Volume> {
         let found = self.inspect(&request.name).await?;
         let chosen = found.iter().find(|found| found.replica_id == request.replica_id);
         if let Some(chosen) = chosen.filter(|chosen| !chosen.possible) {

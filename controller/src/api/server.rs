@@ -25,7 +25,7 @@ use crate::store::{self, ChangeError, Store, StoreError};
 /// The number of states of a volume that a slow watcher may be behind before the sender waits.
 const WATCH_BUFFER: usize = 16;
 
-pub(super) type Reply<T> = Result<Response<T>, Status>;
+pub(super) type RpcResult<T> = Result<Response<T>, Status>;
 
 /// Serves the calls of shorthornctl: reads and changes stored objects, and calls agents.
 #[derive(Clone)]
@@ -119,7 +119,7 @@ impl Api {
         &self,
         name: &str,
         decide: impl Fn(&ClusterState) -> Result<Change<Volume>, RequestError>,
-    ) -> Reply<v1::Volume> {
+    ) -> RpcResult<v1::Volume> {
         self.change(decide).await?;
         self.show(name).map(Response::new)
     }
@@ -139,7 +139,7 @@ impl Controller for Api {
     type WatchVolumeStream = VolumeStream;
     type GetDiagnosticsStream = PartStream;
 
-    async fn create_volume(&self, request: Request<v1::CreateVolumeRequest>) -> Reply<v1::Volume> {
+    async fn create_volume(&self, request: Request<v1::CreateVolumeRequest>) -> RpcResult<v1::Volume> {
         let request = request.into_inner();
         let secret = new_secret()
             .map_err(|error| Status::unavailable(format!("no random numbers for the secret: {error}")))?;
@@ -167,20 +167,23 @@ impl Controller for Api {
         self.change_volume(&request.name, decide).await
     }
 
-    async fn get_volume(&self, request: Request<v1::GetVolumeRequest>) -> Reply<v1::Volume> {
+    async fn get_volume(&self, request: Request<v1::GetVolumeRequest>) -> RpcResult<v1::Volume> {
         self.show(&request.into_inner().name).map(Response::new)
     }
 
-    async fn list_volumes(&self, request: Request<v1::ListVolumesRequest>) -> Reply<v1::ListVolumesResponse> {
+    async fn list_volumes(
+        &self,
+        request: Request<v1::ListVolumesRequest>,
+    ) -> RpcResult<v1::ListVolumesResponse> {
         self.volumes(request.into_inner()).await
     }
 
-    async fn attach_volume(&self, request: Request<v1::AttachVolumeRequest>) -> Reply<v1::Volume> {
+    async fn attach_volume(&self, request: Request<v1::AttachVolumeRequest>) -> RpcResult<v1::Volume> {
         let v1::AttachVolumeRequest { name, node } = request.into_inner();
         self.change_volume(&name, |cluster| requests::attach(cluster, &name, &node)).await
     }
 
-    async fn detach_volume(&self, request: Request<v1::DetachVolumeRequest>) -> Reply<v1::Volume> {
+    async fn detach_volume(&self, request: Request<v1::DetachVolumeRequest>) -> RpcResult<v1::Volume> {
         let v1::DetachVolumeRequest { name, force } = request.into_inner();
         if force {
             tracing::warn!(volume = name, "detaching by force, even if a VolumeAttachment names the volume");
@@ -190,7 +193,7 @@ impl Controller for Api {
         self.change_volume(&name, |cluster| requests::detach(cluster, &name)).await
     }
 
-    async fn delete_volume(&self, request: Request<v1::DeleteVolumeRequest>) -> Reply<v1::Volume> {
+    async fn delete_volume(&self, request: Request<v1::DeleteVolumeRequest>) -> RpcResult<v1::Volume> {
         let name = request.into_inner().name;
         // Shown as it was before: it may be gone by the time of the answer.
         let shown = self.show(&name)?;
@@ -202,26 +205,26 @@ impl Controller for Api {
     async fn list_trash(
         &self,
         request: Request<v1::ListVolumeTrashRequest>,
-    ) -> Reply<v1::ListVolumeTrashResponse> {
+    ) -> RpcResult<v1::ListVolumeTrashResponse> {
         self.trash(request.into_inner()).await.map(Response::new)
     }
 
     async fn undelete_volume(
         &self,
         request: Request<v1::UndeleteVolumeRequest>,
-    ) -> Reply<v1::UndeleteVolumeResponse> {
+    ) -> RpcResult<v1::UndeleteVolumeResponse> {
         self.undelete(&request.into_inner().name).await.map(Response::new)
     }
 
     async fn remove_trash(
         &self,
         request: Request<v1::RemoveVolumeTrashRequest>,
-    ) -> Reply<v1::RemoveVolumeTrashResponse> {
+    ) -> RpcResult<v1::RemoveVolumeTrashResponse> {
         let v1::RemoveVolumeTrashRequest { name, replica_id } = request.into_inner();
         self.empty_trash(&name, &replica_id).await.map(Response::new)
     }
 
-    async fn watch_volume(&self, request: Request<v1::GetVolumeRequest>) -> Reply<VolumeStream> {
+    async fn watch_volume(&self, request: Request<v1::GetVolumeRequest>) -> RpcResult<VolumeStream> {
         let name = request.into_inner().name;
         // Before the first look: no change is missed in between.
         let changes = self.store.changes();
@@ -231,19 +234,19 @@ impl Controller for Api {
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 
-    async fn explain_volume(&self, request: Request<v1::GetVolumeRequest>) -> Reply<v1::Explanation> {
+    async fn explain_volume(&self, request: Request<v1::GetVolumeRequest>) -> RpcResult<v1::Explanation> {
         self.explain(&request.into_inner().name).map(Response::new)
     }
 
     async fn set_number_of_replicas(
         &self,
         request: Request<v1::SetNumberOfReplicasRequest>,
-    ) -> Reply<v1::Volume> {
+    ) -> RpcResult<v1::Volume> {
         let v1::SetNumberOfReplicasRequest { name, number_of_replicas } = request.into_inner();
         self.change_volume(&name, |cluster| requests::set_replicas(cluster, &name, number_of_replicas)).await
     }
 
-    async fn expand_volume(&self, request: Request<v1::ExpandVolumeRequest>) -> Reply<v1::Volume> {
+    async fn expand_volume(&self, request: Request<v1::ExpandVolumeRequest>) -> RpcResult<v1::Volume> {
         let v1::ExpandVolumeRequest { name, size_bytes } = request.into_inner();
         let limits = self.settings.scheduling;
         self.change_volume(&name, |cluster| requests::expand_within(cluster, &name, size_bytes, limits)).await
@@ -252,7 +255,7 @@ impl Controller for Api {
     async fn set_volume_rebuild_limits(
         &self,
         request: Request<v1::SetVolumeRebuildLimitsRequest>,
-    ) -> Reply<v1::Volume> {
+    ) -> RpcResult<v1::Volume> {
         let v1::SetVolumeRebuildLimitsRequest { name, limits } = request.into_inner();
         let limits = limits.unwrap_or_default();
         let share_percent = match limits.share_percent {
@@ -263,41 +266,41 @@ impl Controller for Api {
         self.change_volume(&name, |cluster| requests::set_rebuild(cluster, &name, limits)).await
     }
 
-    async fn scrub_volume(&self, request: Request<v1::ScrubRequest>) -> Reply<v1::Volume> {
+    async fn scrub_volume(&self, request: Request<v1::ScrubRequest>) -> RpcResult<v1::Volume> {
         self.scrub(request.into_inner()).await
     }
 
     async fn upgrade_volume_engine(
         &self,
         request: Request<v1::UpgradeVolumeEngineRequest>,
-    ) -> Reply<v1::UpgradeEngineResponse> {
+    ) -> RpcResult<v1::UpgradeEngineResponse> {
         self.upgrade(request.into_inner()).await
     }
 
     async fn inspect_replicas(
         &self,
         request: Request<v1::GetVolumeRequest>,
-    ) -> Reply<v1::InspectReplicasResponse> {
+    ) -> RpcResult<v1::InspectReplicasResponse> {
         let replicas = self.inspect(&request.into_inner().name).await?;
         Ok(Response::new(v1::InspectReplicasResponse { replicas }))
     }
 
-    async fn salvage_volume(&self, request: Request<v1::SalvageVolumeRequest>) -> Reply<v1::Volume> {
+    async fn salvage_volume(&self, request: Request<v1::SalvageVolumeRequest>) -> RpcResult<v1::Volume> {
         self.salvage(request.into_inner()).await
     }
 
     async fn list_replicas(
         &self,
         request: Request<v1::ListReplicasRequest>,
-    ) -> Reply<v1::ListReplicasResponse> {
+    ) -> RpcResult<v1::ListReplicasResponse> {
         self.replicas(request.get_ref())
     }
 
-    async fn list_nodes(&self, request: Request<v1::ListNodesRequest>) -> Reply<v1::ListNodesResponse> {
+    async fn list_nodes(&self, request: Request<v1::ListNodesRequest>) -> RpcResult<v1::ListNodesResponse> {
         self.nodes(request.get_ref())
     }
 
-    async fn add_disk(&self, request: Request<v1::AddNodeDiskRequest>) -> Reply<v1::NodeObject> {
+    async fn add_disk(&self, request: Request<v1::AddNodeDiskRequest>) -> RpcResult<v1::NodeObject> {
         let v1::AddNodeDiskRequest { node, path } = request.into_inner();
         let name = requests::check_disk(&self.store.state(), &node, &path)
             .map_err(|error| status::of_request(&error))?;
@@ -309,26 +312,29 @@ impl Controller for Api {
     async fn discover_devices(
         &self,
         request: Request<v1::DiscoverNodeDevicesRequest>,
-    ) -> Reply<v1::DiscoverNodeDevicesResponse> {
+    ) -> RpcResult<v1::DiscoverNodeDevicesResponse> {
         self.discover(request.into_inner()).await.map(Response::new)
     }
 
-    async fn remove_disk(&self, request: Request<v1::RemoveNodeDiskRequest>) -> Reply<v1::NodeObject> {
+    async fn remove_disk(&self, request: Request<v1::RemoveNodeDiskRequest>) -> RpcResult<v1::NodeObject> {
         self.take_disk_away(request.into_inner()).await.map(Response::new)
     }
 
-    async fn list_orphans(&self, request: Request<v1::ListOrphansRequest>) -> Reply<v1::ListOrphansResponse> {
+    async fn list_orphans(
+        &self,
+        request: Request<v1::ListOrphansRequest>,
+    ) -> RpcResult<v1::ListOrphansResponse> {
         self.orphans(request.into_inner()).await.map(Response::new)
     }
 
     async fn delete_orphan(
         &self,
         request: Request<v1::DeleteOrphanRequest>,
-    ) -> Reply<v1::DeleteOrphanResponse> {
+    ) -> RpcResult<v1::DeleteOrphanResponse> {
         self.trash_orphan(request.into_inner()).await.map(Response::new)
     }
 
-    async fn set_node(&self, request: Request<v1::SetNodeRequest>) -> Reply<v1::NodeObject> {
+    async fn set_node(&self, request: Request<v1::SetNodeRequest>) -> RpcResult<v1::NodeObject> {
         let v1::SetNodeRequest { name, allow_scheduling, tags, zone, eviction_requested, address } =
             request.into_inner();
         if let Some(address) = &address {
@@ -341,7 +347,7 @@ impl Controller for Api {
         self.show_node(&wanted.name).map(Response::new)
     }
 
-    async fn delete_node(&self, request: Request<v1::DeleteNodeRequest>) -> Reply<v1::NodeObject> {
+    async fn delete_node(&self, request: Request<v1::DeleteNodeRequest>) -> RpcResult<v1::NodeObject> {
         let v1::DeleteNodeRequest { name, confirm, force } = request.into_inner();
         // Shown as it was before: it may be gone by the time of the answer.
         let shown = self.show_node(&name)?;
@@ -351,7 +357,7 @@ impl Controller for Api {
         Ok(Response::new(v1::NodeObject { deleting: true, ..shown }))
     }
 
-    async fn take_node(&self, request: Request<v1::TakeNodeRequest>) -> Reply<v1::TakeNodeResponse> {
+    async fn take_node(&self, request: Request<v1::TakeNodeRequest>) -> RpcResult<v1::TakeNodeResponse> {
         let v1::TakeNodeRequest { name, from_cluster } = request.into_inner();
         let node = NodeName::new(&name).map_err(|error| Status::invalid_argument(error.to_string()))?;
         let failed = |error: AgentCallError| Status::new(error.code(), format!("node {node}: {error}"));
@@ -363,7 +369,7 @@ impl Controller for Api {
         Ok(Response::new(v1::TakeNodeResponse { was, cluster }))
     }
 
-    async fn get_drain(&self, request: Request<v1::GetDrainRequest>) -> Reply<v1::Drain> {
+    async fn get_drain(&self, request: Request<v1::GetDrainRequest>) -> RpcResult<v1::Drain> {
         let v1::GetDrainRequest { node, disk } = request.into_inner();
         let cluster = self.store.state();
         let node = requests::find_node(&cluster, &node).map_err(|error| status::of_request(&error))?;
@@ -379,7 +385,10 @@ impl Controller for Api {
         Ok(Response::new(v1::Drain { eviction_requested, left }))
     }
 
-    async fn check_reboot(&self, request: Request<v1::CheckRebootRequest>) -> Reply<v1::CheckRebootResponse> {
+    async fn check_reboot(
+        &self,
+        request: Request<v1::CheckRebootRequest>,
+    ) -> RpcResult<v1::CheckRebootResponse> {
         let node = request.into_inner().node;
         let cluster = self.store.state();
         requests::find_node(&cluster, &node).map_err(|error| status::of_request(&error))?;
@@ -389,23 +398,23 @@ impl Controller for Api {
         Ok(Response::new(v1::CheckRebootResponse { holds }))
     }
 
-    async fn rebalance(&self, request: Request<v1::RebalanceRequest>) -> Reply<v1::RebalanceResponse> {
+    async fn rebalance(&self, request: Request<v1::RebalanceRequest>) -> RpcResult<v1::RebalanceResponse> {
         self.move_replicas(request.into_inner()).await
     }
 
-    async fn set_volume(&self, request: Request<v1::SetVolumeRequest>) -> Reply<v1::Volume> {
+    async fn set_volume(&self, request: Request<v1::SetVolumeRequest>) -> RpcResult<v1::Volume> {
         self.change_placement(request.into_inner()).await
     }
 
-    async fn evict_replica(&self, request: Request<v1::EvictReplicaRequest>) -> Reply<v1::DrainLeft> {
+    async fn evict_replica(&self, request: Request<v1::EvictReplicaRequest>) -> RpcResult<v1::DrainLeft> {
         self.evict(&request.into_inner().name).await
     }
 
-    async fn inspect_node(&self, request: Request<v1::InspectNodeRequest>) -> Reply<v1::NodeDetail> {
+    async fn inspect_node(&self, request: Request<v1::InspectNodeRequest>) -> RpcResult<v1::NodeDetail> {
         self.node_detail(&request.into_inner().name).map(Response::new)
     }
 
-    async fn get_diagnostics(&self, _: Request<v1::GetDiagnosticsRequest>) -> Reply<PartStream> {
+    async fn get_diagnostics(&self, _: Request<v1::GetDiagnosticsRequest>) -> RpcResult<PartStream> {
         let (sender, receiver) = mpsc::channel(WATCH_BUFFER);
         if let Some(diagnostics) = self.diagnostics.clone() {
             tokio::spawn(diagnostics.send(sender));
@@ -413,15 +422,15 @@ impl Controller for Api {
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 
-    async fn get_overview(&self, _: Request<v1::GetOverviewRequest>) -> Reply<v1::Overview> {
+    async fn get_overview(&self, _: Request<v1::GetOverviewRequest>) -> RpcResult<v1::Overview> {
         Ok(Response::new(self.overview()))
     }
 
-    async fn examine(&self, _: Request<v1::ExamineRequest>) -> Reply<v1::Examination> {
+    async fn examine(&self, _: Request<v1::ExamineRequest>) -> RpcResult<v1::Examination> {
         Ok(Response::new(Api::examine(self)))
     }
 
-    async fn set_disk(&self, request: Request<v1::SetDiskRequest>) -> Reply<v1::NodeObject> {
+    async fn set_disk(&self, request: Request<v1::SetDiskRequest>) -> RpcResult<v1::NodeObject> {
         let v1::SetDiskRequest { node, path, allow_scheduling, tags, reserved_bytes, eviction_requested } =
             request.into_inner();
         let tags = tags.map(|tags| tags.tags);
