@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use shorthorn_types::status::{Frontend, FrontendError};
+use shorthorn_types::status::{Frontend, UnknownFrontend};
 use shorthorn_types::{Members, ReplicaId, Secret, View, VolumeName};
 use thiserror::Error;
 
@@ -200,16 +200,16 @@ pub enum FrontendChoice {
 }
 
 impl TryFrom<Frontend> for FrontendChoice {
-    type Error = FrontendError;
+    type Error = UnknownFrontend;
 
-    fn try_from(frontend: Frontend) -> Result<FrontendChoice, FrontendError> {
+    fn try_from(frontend: Frontend) -> Result<FrontendChoice, UnknownFrontend> {
         Ok(match frontend {
             Frontend::Auto => FrontendChoice::Auto,
             Frontend::Ublk => FrontendChoice::Ublk,
             Frontend::Nbd => FrontendChoice::Nbd,
             Frontend::Iscsi => FrontendChoice::Iscsi,
             Frontend::Socket => FrontendChoice::Socket,
-            Frontend::Unknown => return Err(FrontendError::unknown(frontend.as_str())),
+            Frontend::Unknown => return Err(UnknownFrontend::unknown(frontend.as_str())),
         })
     }
 }

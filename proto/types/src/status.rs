@@ -13,7 +13,7 @@ use crate::{Generation, Members, ReplicaId, ReplicaReport, View, VolumeName, gen
 
 pub use enums::{
     CheckOutcome, CurrentState, DataLocality, DataLocalityError, DesireState, DeviceState, Frontend,
-    FrontendError, Robustness, RollOverPhase, VolumeState,
+    Robustness, RollOverPhase, UnknownFrontend, VolumeState,
 };
 
 /// The progress of an engine from its start to its service.

@@ -30,8 +30,8 @@ pub use node::{
 };
 pub use replica::{DataState, Replica, ReplicaSpec, StoredReplicaStatus};
 pub use shorthorn_types::status::{
-    CurrentState, DataLocality, DataLocalityError, DesireState, EnginePhase, Frontend, FrontendError,
-    MemberMode, Robustness, VolumeState,
+    CurrentState, DataLocality, DataLocalityError, DesireState, EnginePhase, Frontend, MemberMode,
+    Robustness, UnknownFrontend, VolumeState,
 };
 pub use shorthorn_types::{Label, LabelError, Labels, NodeName, NodeNameError, SECRET_BYTES, Secret, labels};
 pub use volume::{DEFAULT_REPLICAS, Display, RebuildLimits, Salvage, Volume, VolumeSpec, VolumeStatus};

@@ -4,7 +4,7 @@ use shorthorn_types::VolumeNameError;
 use shorthorn_types::limits::{BLOCK_BYTES, MAX_MEMBERS, MAX_VOLUME_BYTES};
 use thiserror::Error;
 
-use crate::objects::{DataLocalityError, FrontendError};
+use crate::objects::{DataLocalityError, UnknownFrontend};
 use crate::scheduler::PlacementRefusal;
 use crate::{LabelError, NodeName, NodeNameError};
 
@@ -30,7 +30,7 @@ pub enum RequestError {
     NodeName(#[from] NodeNameError),
     /// The frontend does not exist.
     #[error(transparent)]
-    Frontend(#[from] FrontendError),
+    Frontend(#[from] UnknownFrontend),
     /// A tag or zone can never work.
     #[error(transparent)]
     Label(#[from] LabelError),

@@ -1,8 +1,8 @@
 //! The words of volumes, engines, replicas, devices and certificates as enums of the .proto files.
 
 use shorthorn_types::status::{
-    CheckOutcome, CurrentState, DataLocality, DesireState, DeviceState, Frontend, FrontendError, Robustness,
-    RollOverPhase, VolumeState,
+    CheckOutcome, CurrentState, DataLocality, DesireState, DeviceState, Frontend, Robustness, RollOverPhase,
+    UnknownFrontend, VolumeState,
 };
 
 use crate::v1;
@@ -136,7 +136,7 @@ macro_rules! chooses_frontend {
             ///
             /// # Errors
             /// The frontend is unknown, such as one of a later version.
-            pub fn chosen_frontend(&self) -> Result<Frontend, FrontendError> {
+            pub fn chosen_frontend(&self) -> Result<Frontend, UnknownFrontend> {
                 match (self.known_frontend(), self.shown_frontend()) {
                     (Some(frontend), _) => frontend.chosen(),
                     (None, "") => Ok(Frontend::Auto),

@@ -145,8 +145,8 @@ impl Frontend {
     ///
     /// # Errors
     /// The frontend is one of a later version.
-    pub fn chosen(self) -> Result<Frontend, FrontendError> {
-        if self == Frontend::Unknown { Err(FrontendError::unknown(self.as_str())) } else { Ok(self) }
+    pub fn chosen(self) -> Result<Frontend, UnknownFrontend> {
+        if self == Frontend::Unknown { Err(UnknownFrontend::unknown(self.as_str())) } else { Ok(self) }
     }
 }
 
@@ -176,20 +176,20 @@ impl FromStr for DataLocality {
 /// A text names no frontend.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("unknown frontend {0:?}: use auto, ublk, nbd, iscsi or socket")]
-pub struct FrontendError(String);
+pub struct UnknownFrontend(String);
 
-impl FrontendError {
+impl UnknownFrontend {
     /// Returns the error for a word that no owner can choose.
     #[must_use]
-    pub fn unknown(word: &str) -> FrontendError {
-        FrontendError(word.chars().take(80).collect())
+    pub fn unknown(word: &str) -> UnknownFrontend {
+        UnknownFrontend(word.chars().take(80).collect())
     }
 }
 
 impl FromStr for Frontend {
-    type Err = FrontendError;
-    fn from_str(text: &str) -> Result<Frontend, FrontendError> {
-        Frontend::of_word(text).ok_or_else(|| FrontendError::unknown(text))?.chosen()
+    type Err = UnknownFrontend;
+    fn from_str(text: &str) -> Result<Frontend, UnknownFrontend> {
+        Frontend::of_word(text).ok_or_else(|| UnknownFrontend::unknown(text))?.chosen()
     }
 }
 
