@@ -25,5 +25,5 @@ pub use known_rot::{AboutHole, After, KnownRot, RotLimits};
 pub use revision::revision_counter;
 pub use start::{Started, StoredFiles, SumsFound};
 pub use state::ReplicaState;
-pub use steps::{Denied, Disk, DurableStep, Fault, is_final};
+pub use steps::{Denied, Disk, DurableStep, StepError, is_final};
 pub use waiting::{PageEnd, Waiter, WaitingRequests};

@@ -5,7 +5,7 @@ use shorthorn_types::{RegionSet, Regions, ReplicaId};
 use shorthorn_views::{ReplicaViews, remembers};
 
 use crate::state::{LeftRecord, ReplicaState};
-use crate::steps::{Disk, DurableStep, Fault, is_final};
+use crate::steps::{Disk, DurableStep, StepError, is_final};
 
 /// The files that a replica finds on its disk.
 #[derive(Clone, Debug)]

@@ -7,7 +7,7 @@ use shorthorn_types::{Generation, MarkRegions, ReplicaId, ReplicaReport, View};
 use shorthorn_views::{Fence, ReplicaViews};
 
 use crate::failure::{FAILURES_FORGIVEN_AFTER, RecordOutcome, ReplicaFailure};
-use crate::steps::{Denied, Disk, DurableStep, Fault, is_final};
+use crate::steps::{Denied, Disk, DurableStep, StepError, is_final};
 
 /// The state that a replica keeps beside the data. The memory equals the disk, except after a failed step.
 ///
@@ -302,7 +302,7 @@ fn is_in_all(me: ReplicaId, views: &ReplicaViews) -> bool {
     views.report().views().all(|view| view.members.contains(me))
 }
 
-fn describe(step: DurableStep<'_>, error: &impl Fault) -> String {
+fn describe(step: DurableStep<'_>, error: &impl StepError) -> String {
     match step {
         DurableStep::SaveViews(_) => format!("the state of the replica could not be saved: {error}"),
         DurableStep::MakeSet(key, _) => format!("the set of regions '{key}' could not be begun: {error}"),

@@ -36,7 +36,7 @@ pub enum DurableStep<'a> {
 /// Performs steps.
 pub trait Disk {
     /// The reason why a step has failed.
-    type Error: Fault + From<Denied>;
+    type Error: StepError + From<Denied>;
 
     /// Performs one step, which is durable on return.
     ///
@@ -50,7 +50,7 @@ pub trait Disk {
 }
 
 /// The error of a step.
-pub trait Fault: fmt::Display {
+pub trait StepError: fmt::Display {
     /// Returns the errno, which decides if the failure is final: see [`is_final`].
     fn errno(&self) -> Errno;
 }
@@ -90,7 +90,7 @@ impl Denied {
     }
 }
 
-impl Fault for Errno {
+impl StepError for Errno {
     fn errno(&self) -> Errno {
         *self
     }

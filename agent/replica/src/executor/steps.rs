@@ -3,7 +3,7 @@
 use std::os::fd::RawFd;
 
 use shorthorn_regions::SetKey;
-use shorthorn_replica_core::{Disk, DurableStep, Fault, RecordOutcome, is_final, revision_counter};
+use shorthorn_replica_core::{Disk, DurableStep, RecordOutcome, StepError, is_final, revision_counter};
 use shorthorn_store::{LossRecord, RegionFile, Store};
 use shorthorn_types::Errno;
 use shorthorn_views::ReplicaViews;
@@ -168,7 +168,7 @@ impl ReplicaFiles<'_> {
     }
 }
 
-impl Fault for ReplicaError {
+impl StepError for ReplicaError {
     fn errno(&self) -> Errno {
         ReplicaError::errno(self)
     }
