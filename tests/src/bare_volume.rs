@@ -6,9 +6,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use shorthorn_control::{
-    Client, EnginePhase, EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, ProcessCommand, RebuildLimits,
-    ReplicaEndpoint, ReplicaPhase, ReplicaSpec, SUM_BYTES_PER_S, ScrubCommand, ScrubStatus, Secret, Unknown,
-    store_spec,
+    ControlClient, EnginePhase, EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, ProcessCommand,
+    RebuildLimits, ReplicaEndpoint, ReplicaPhase, ReplicaSpec, SUM_BYTES_PER_S, ScrubCommand, ScrubStatus,
+    Secret, Unknown, store_spec,
 };
 use shorthorn_types::{Members, ReplicaId};
 
@@ -255,7 +255,7 @@ impl BareVolume {
     pub fn scrub(&self, command: ScrubCommand, limit: Duration) -> Result<ScrubStatus> {
         let control = self.engine_control();
         let before = engine_status(&control)?.scrub.and_then(|scrub| scrub.number);
-        Client::connect(&control)?.request(&ProcessCommand::Scrub { scrub: Some(command) })?;
+        ControlClient::connect(&control)?.request(&ProcessCommand::Scrub { scrub: Some(command) })?;
         until("end of the scrub", limit, || {
             let scrub = engine_status(&control)?.scrub.context("no scrub has begun")?;
             Ok(Some(scrub).filter(|scrub| scrub.number > before && !scrub.running))

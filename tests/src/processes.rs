@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use shorthorn_control::{Client, EnginePhase, EngineStatus, MemberMode, ReplicaStatus, Status};
+use shorthorn_control::{ControlClient, EnginePhase, EngineStatus, MemberMode, ReplicaStatus, Status};
 
 use crate::{binary, until};
 
@@ -25,7 +25,7 @@ pub fn signal(pid: i32, signal: Signal) -> Result<()> {
 /// # Errors
 /// It does not answer.
 pub fn engine_status(control: &Path) -> Result<EngineStatus> {
-    match Client::connect(control)?.status()? {
+    match ControlClient::connect(control)?.status()? {
         Status::Engine(status) => Ok(status),
         Status::Replica(status) => bail!("{} is a replica: {status:?}", control.display()),
     }
@@ -36,7 +36,7 @@ pub fn engine_status(control: &Path) -> Result<EngineStatus> {
 /// # Errors
 /// It does not answer.
 pub fn replica_status(control: &Path) -> Result<ReplicaStatus> {
-    match Client::connect(control)?.status()? {
+    match ControlClient::connect(control)?.status()? {
         Status::Replica(status) => Ok(status),
         Status::Engine(status) => bail!("{} is an engine: {status:?}", control.display()),
     }

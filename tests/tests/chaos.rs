@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
-use shorthorn_control::{Client, ProcessCommand, ScrubCommand};
+use shorthorn_control::{ControlClient, ProcessCommand, ScrubCommand};
 use shorthorn_tests::{
     BareVolume, BareVolumeOptions, Guest, GuestOptions, Load, LocalVolume, LocalVolumeOptions, NbdClient,
     NbdRequest, SmallDisk, compare_exports, engine_status, is_whole, signal, under_load, until, until_whole,
@@ -291,7 +291,7 @@ fn copied_bytes(
 fn forgive(control: &Path) -> Result<()> {
     let command = ScrubCommand { bytes_per_s: Some(1 << 20), repair: false };
     for scrub in [Some(command), None] {
-        Client::connect(control)?.request(&ProcessCommand::Scrub { scrub })?;
+        ControlClient::connect(control)?.request(&ProcessCommand::Scrub { scrub })?;
     }
     Ok(())
 }

@@ -33,22 +33,22 @@ pub enum ControlError {
 
 /// A connection to the control socket of a process.
 #[derive(Debug)]
-pub struct Client {
+pub struct ControlClient {
     path: PathBuf,
     stream: UnixStream,
 }
 
-impl Client {
+impl ControlClient {
     /// Connects to the socket at `path`.
     ///
     /// # Errors
     /// Fails with [`ControlError::Io`] if no process listens there.
-    pub fn connect(path: &Path) -> Result<Client, ControlError> {
+    pub fn connect(path: &Path) -> Result<ControlClient, ControlError> {
         let io = |source| ControlError::Io { path: path.to_owned(), source };
         let stream = UnixStream::connect(path).map_err(io)?;
         stream.set_write_timeout(Some(ANSWER_TIMEOUT)).map_err(io)?;
         stream.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(io)?;
-        Ok(Client { path: path.to_owned(), stream })
+        Ok(ControlClient { path: path.to_owned(), stream })
     }
 
     fn send(&self, command: &ProcessCommand) -> Result<(), ControlError> {

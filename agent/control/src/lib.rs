@@ -11,8 +11,8 @@ mod server;
 mod spec;
 mod status;
 
-pub use client::{Client, ControlError};
-pub use server::{Publisher, Server};
+pub use client::{ControlClient, ControlError};
+pub use server::{ControlServer, Publisher};
 pub use shorthorn_types::Secret;
 pub use shorthorn_types::status::{
     CopyStatus, EnginePhase, EngineStatus, ExpansionStatus, GrantWanted, MemberMode, MemberStatus,

@@ -79,11 +79,11 @@ impl Publisher {
 
 /// A control socket. It is removed when the server is dropped.
 #[derive(Debug)]
-pub struct Server {
+pub struct ControlServer {
     path: PathBuf,
 }
 
-impl Server {
+impl ControlServer {
     /// Binds the socket at `path` (mode 0600), in place of that of an earlier process, and serves it on its
     /// own threads. `on_command` is called with the commands of clients.
     ///
@@ -93,7 +93,7 @@ impl Server {
         path: &Path,
         first: Status,
         on_command: impl Fn(ProcessCommand) + Send + Sync + 'static,
-    ) -> io::Result<(Server, Publisher)> {
+    ) -> io::Result<(ControlServer, Publisher)> {
         match fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -113,11 +113,11 @@ impl Server {
             .name("control".into())
             .stack_size(128 << 10)
             .spawn(move || accept(&listener, &served, &on_command))?;
-        Ok((Server { path: path.to_owned() }, publisher))
+        Ok((ControlServer { path: path.to_owned() }, publisher))
     }
 }
 
-impl Drop for Server {
+impl Drop for ControlServer {
     fn drop(&mut self) {
         // Another process may have removed it before: then nothing is left to do.
         let _ = fs::remove_file(&self.path);
@@ -211,7 +211,7 @@ mod tests {
     use shorthorn_types::ReplicaId;
 
     use super::*;
-    use crate::{Client, IoCounter, ReplicaPhase, ReplicaStatus};
+    use crate::{ControlClient, IoCounter, ReplicaPhase, ReplicaStatus};
 
     fn status() -> Status {
         Status::Replica(ReplicaStatus {
@@ -234,10 +234,10 @@ mod tests {
     fn reports_its_status_and_every_change() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control");
-        let (server, publisher) = Server::start(&path, status(), |_| ()).unwrap();
-        let client = Client::connect(&path).unwrap();
+        let (server, publisher) = ControlServer::start(&path, status(), |_| ()).unwrap();
+        let client = ControlClient::connect(&path).unwrap();
         assert_eq!(client.status().unwrap(), status());
-        let mut changes = Client::connect(&path).unwrap().watch().unwrap();
+        let mut changes = ControlClient::connect(&path).unwrap().watch().unwrap();
         assert_eq!(changes.next().unwrap().unwrap(), status());
         publisher.update(|status| {
             if let Status::Replica(replica) = status {
@@ -255,7 +255,7 @@ mod tests {
     fn reports_io_counters() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control");
-        let (_server, publisher) = Server::start(&path, status(), |_| ()).unwrap();
+        let (_server, publisher) = ControlServer::start(&path, status(), |_| ()).unwrap();
         let ask = || {
             let mut stream = UnixStream::connect(&path).unwrap();
             stream.write_all(b"\"io\"\n").unwrap();
@@ -275,8 +275,8 @@ mod tests {
         let path = dir.path().join("control");
         let (sender, stopped) = mpsc::channel();
         let (_server, _) =
-            Server::start(&path, status(), move |command| sender.send(command).unwrap()).unwrap();
-        let client = Client::connect(&path).unwrap();
+            ControlServer::start(&path, status(), move |command| sender.send(command).unwrap()).unwrap();
+        let client = ControlClient::connect(&path).unwrap();
         client.request(&ProcessCommand::Handover).unwrap();
         client.request(&ProcessCommand::Stop).unwrap();
         let next = || stopped.recv_timeout(Duration::from_secs(10)).unwrap();
@@ -287,10 +287,10 @@ mod tests {
     fn nonsense_ends_the_connection_only() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control");
-        let (_server, _) = Server::start(&path, status(), |_| ()).unwrap();
+        let (_server, _) = ControlServer::start(&path, status(), |_| ()).unwrap();
         let mut raw = UnixStream::connect(&path).unwrap();
         raw.write_all(b"nonsense\n").unwrap();
         assert_eq!(raw.read(&mut [0; 10]).unwrap(), 0);
-        assert!(Client::connect(&path).unwrap().status().is_ok());
+        assert!(ControlClient::connect(&path).unwrap().status().is_ok());
     }
 }

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, Signal};
 use shorthorn_control::{
-    EnginePhase, EngineSpec, FrontendChoice, ProcessCommand, Publisher, ReplicaEndpoint, Server, load_spec,
+    ControlServer, EnginePhase, EngineSpec, FrontendChoice, ProcessCommand, Publisher, ReplicaEndpoint,
+    load_spec,
 };
 use shorthorn_core::{CoreConfig, EngineCore, FlightLimits, PeerConfig, PeerIndex};
 use shorthorn_frontend::probe::{choose, probe};
@@ -109,7 +110,7 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     }
     let commands = sender.clone();
     let (_server, publisher) =
-        Server::start(&spec.control_socket, status::first(&spec, &state), move |command| {
+        ControlServer::start(&spec.control_socket, status::first(&spec, &state), move |command| {
             // The receiver is gone when the process is ending already.
             let _ = commands.send(MainEvent::ControlCommand(command));
         })

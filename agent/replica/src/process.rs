@@ -10,8 +10,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, pthread_sigmask};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use shorthorn_control::{
-    ProcessCommand, Publisher, ReplicaPhase, ReplicaSpec, ReplicaStatus, Server as ControlServer, Status,
-    load_spec,
+    ControlServer, ProcessCommand, Publisher, ReplicaPhase, ReplicaSpec, ReplicaStatus, Status, load_spec,
 };
 use shorthorn_ring::{ProtectionReport, protect_thread};
 use shorthorn_store::{CreateOptions, OpenOptions, Store};

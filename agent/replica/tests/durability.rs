@@ -34,7 +34,7 @@ fn a_stop_on_the_control_socket_is_the_same() {
     let base = base();
     let replica = Replica::start(&spec(base.path(), MIB));
     let directory = replica.spec.directory.clone();
-    shorthorn_control::Client::connect(&replica.spec.control_socket).unwrap().stop().unwrap();
+    shorthorn_control::ControlClient::connect(&replica.spec.control_socket).unwrap().stop().unwrap();
     assert!(replica.wait().success());
     assert_eq!(volume_meta(&directory)["Dirty"], false);
 }

@@ -99,9 +99,9 @@ fn a_fence_ends_older_engines_with_no_newer_one_there() {
     let base = base();
     let replica = Replica::start(&spec(base.path(), MIB));
     let old = replica.open(generation(5));
-    let control = shorthorn_control::Client::connect(&replica.spec.control_socket).unwrap();
+    let control = shorthorn_control::ControlClient::connect(&replica.spec.control_socket).unwrap();
     let mut statuses =
-        shorthorn_control::Client::connect(&replica.spec.control_socket).unwrap().watch().unwrap();
+        shorthorn_control::ControlClient::connect(&replica.spec.control_socket).unwrap().watch().unwrap();
     control.request(&ProcessCommand::Fence { generation: generation(6) }).unwrap();
     let fenced = statuses.find_map(|status| match status.unwrap() {
         Status::Replica(status) => (status.generation == Some(generation(6))).then_some(status),
@@ -238,13 +238,14 @@ fn connect_by_tcp(replica: &Replica) -> UnixStream {
 
 /// Sends the replica to another address, and waits until its status has an address there.
 fn move_to(replica: &Replica, address: SocketAddr) {
-    let client = shorthorn_control::Client::connect(&replica.spec.control_socket).unwrap();
+    let client = shorthorn_control::ControlClient::connect(&replica.spec.control_socket).unwrap();
     client.request(&ProcessCommand::Listen { address }).unwrap();
     let ip = |status: &ReplicaStatus| {
         let address = status.addresses[1].strip_prefix("tcp:").unwrap();
         address.parse::<SocketAddr>().unwrap().ip()
     };
-    let changes = shorthorn_control::Client::connect(&replica.spec.control_socket).unwrap().watch().unwrap();
+    let changes =
+        shorthorn_control::ControlClient::connect(&replica.spec.control_socket).unwrap().watch().unwrap();
     for status in changes {
         let Status::Replica(status) = status.unwrap() else { panic!("no replica") };
         if ip(&status) == address.ip() {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use shorthorn_control::{Client, Status};
+use shorthorn_control::{ControlClient, Status};
 
 use crate::run::RunError;
 
@@ -72,7 +72,7 @@ pub fn watch(
         let mut pause = FIRST_PAUSE;
         while !ended.load(Ordering::Acquire) {
             // The process may not be that far yet, or not be any more: both look the same from here.
-            let statuses = Client::connect(&control).and_then(Client::watch);
+            let statuses = ControlClient::connect(&control).and_then(ControlClient::watch);
             for status in statuses.into_iter().flatten().map_while(Result::ok) {
                 pause = FIRST_PAUSE;
                 if events.send(SupervisorEvent::Status(process, start, Box::new(status))).is_err() {

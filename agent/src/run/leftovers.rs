@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 
-use shorthorn_control::Client;
+use shorthorn_control::ControlClient;
 use shorthorn_frontend::node;
 
 use crate::cli::{FrontendArg, RunArgs};
@@ -44,7 +44,8 @@ fn stop_one(holder: &PidFileHolder, at_once: bool, control: Option<&Path>) -> Re
     let pid = holder.pid();
     let failed = |error: io::Error| RunError::Leftover { pid, why: format!("cannot be stopped: {error}") };
     tracing::warn!(pid, at_once, "a process of an earlier run is still running: stopping it");
-    let is_stopping = |control: &Path| Client::connect(control).and_then(|client| client.stop()).is_ok();
+    let is_stopping =
+        |control: &Path| ControlClient::connect(control).and_then(|client| client.stop()).is_ok();
     if at_once {
         holder.kill().map_err(failed)?;
     } else if !control.is_some_and(is_stopping) {

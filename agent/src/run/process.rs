@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use shorthorn_control::{Client, ControlError, EnginePhase, ProcessCommand, ReplicaPhase, Status};
+use shorthorn_control::{ControlClient, ControlError, EnginePhase, ProcessCommand, ReplicaPhase, Status};
 use shorthorn_types::ReplicaId;
 
 use crate::descriptor_store::DescriptorStore;
@@ -251,7 +251,7 @@ impl VolumeProcess {
     /// Asks it to do something, if it runs.
     pub fn request(&self, command: &ProcessCommand) -> Result<(), ControlError> {
         match self.running {
-            Some(_) => Client::connect(&self.files.control)?.request(command),
+            Some(_) => ControlClient::connect(&self.files.control)?.request(command),
             None => Ok(()),
         }
     }

@@ -153,7 +153,8 @@ pub fn wait_for_status(path: &Path, wanted: impl Fn(&shorthorn_control::Status) 
     let path = path.to_owned();
     thread::spawn(move || {
         loop {
-            let watch = shorthorn_control::Client::connect(&path).and_then(shorthorn_control::Client::watch);
+            let watch = shorthorn_control::ControlClient::connect(&path)
+                .and_then(shorthorn_control::ControlClient::watch);
             if watch.into_iter().flatten().map_while(Result::ok).any(|status| wanted(&status)) {
                 let _ = done.send(());
                 return;

@@ -10,8 +10,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use shorthorn_control::{
-    Client, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS, ProcessCommand, RebuildLimits,
-    ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, ScrubCommand, Secret, Unknown, store_spec,
+    ControlClient, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS, ProcessCommand,
+    RebuildLimits, ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, ScrubCommand, Secret, Unknown, store_spec,
 };
 use shorthorn_types::{Members, ReplicaId};
 
@@ -157,7 +157,7 @@ impl Volume {
     pub fn forgive(&self) -> Result<()> {
         let command = ScrubCommand { bytes_per_s: Some(1 << 20), repair: false };
         for scrub in [Some(command), None] {
-            Client::connect(&self.engine_control())?.request(&ProcessCommand::Scrub { scrub })?;
+            ControlClient::connect(&self.engine_control())?.request(&ProcessCommand::Scrub { scrub })?;
         }
         Ok(())
     }
@@ -201,7 +201,7 @@ impl Volume {
         self.processes.let_end();
         if self.frontend != FrontendChoice::Socket {
             // SIGTERM alone leaves the device to the next engine.
-            Client::connect(&self.engine_control())?.request(&ProcessCommand::Stop)?;
+            ControlClient::connect(&self.engine_control())?.request(&ProcessCommand::Stop)?;
         }
         self.processes.stop()
     }

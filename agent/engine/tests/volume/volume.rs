@@ -14,7 +14,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 use shorthorn_control::{
-    Client, EnginePhase, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS, IoCounters,
+    ControlClient, EnginePhase, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS, IoCounters,
     ProcessCommand, RebuildLimits, ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, Secret, Status, Unknown,
     store_spec,
 };
@@ -263,7 +263,7 @@ impl Volume {
     }
 
     pub fn request(&self, command: &ProcessCommand) {
-        Client::connect(&self.file("engine.control")).unwrap().request(command).unwrap();
+        ControlClient::connect(&self.file("engine.control")).unwrap().request(command).unwrap();
     }
 
     /// Returns the counters of the engine.
@@ -283,7 +283,7 @@ impl Volume {
         thread::spawn(move || {
             let mut last = None;
             while stopped.try_recv() != Err(mpsc::TryRecvError::Disconnected) {
-                let watch = Client::connect(&path).and_then(Client::watch);
+                let watch = ControlClient::connect(&path).and_then(ControlClient::watch);
                 for status in watch.into_iter().flatten().map_while(Result::ok) {
                     let Status::Engine(engine) = status else { continue };
                     if wanted(&engine) {

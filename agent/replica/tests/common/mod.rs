@@ -128,7 +128,7 @@ impl Replica {
     }
 
     pub fn status(&self) -> ReplicaStatus {
-        let client = shorthorn_control::Client::connect(&self.spec.control_socket).unwrap();
+        let client = shorthorn_control::ControlClient::connect(&self.spec.control_socket).unwrap();
         match client.status().unwrap() {
             Status::Replica(status) => status,
             Status::Engine(_) => panic!("it is not an engine"),
