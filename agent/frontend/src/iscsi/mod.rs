@@ -43,7 +43,7 @@ use self::channel::Channel;
 use self::commands::{Portal, Target};
 use self::queue::{FileState, FuseQueue};
 use self::session::IscsiSession;
-use self::target::{Files, ProcessHandle, Server};
+use self::target::{Files, ProcessHandle, TargetServer};
 
 pub use self::commands::IscsiIdentity;
 pub(crate) use self::support::support;
@@ -111,7 +111,7 @@ pub fn prepare_iscsi(
         device_dir: spec.device_dir.clone(),
         record,
         file,
-        server: Arc::new(Server::new(target, Host::here(), files, fuse)),
+        server: Arc::new(TargetServer::new(target, Host::here(), files, fuse)),
         adopted,
         refuses_requests: spec.refuses_requests,
         number: None,
@@ -239,7 +239,7 @@ struct IscsiDevice {
     device_dir: PathBuf,
     record: DeviceRecord,
     file: Arc<FileState>,
-    server: Arc<Server>,
+    server: Arc<TargetServer>,
     /// The tgtd of the last engine, if it is used on.
     adopted: Option<ProcessHandle>,
     /// See [`FrontendSpec::refuses_requests`].

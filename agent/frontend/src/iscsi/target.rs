@@ -171,7 +171,7 @@ pub(super) fn remove(files: &Files) -> io::Result<()> {
 
 /// The target of a volume that this engine serves.
 #[derive(Debug)]
-pub(super) struct Server {
+pub(super) struct TargetServer {
     pub(super) target: Target,
     pub(super) host: Host,
     pub(super) files: Files,
@@ -186,9 +186,9 @@ struct TgtdState {
     is_stopped: bool,
 }
 
-impl Server {
-    pub(super) fn new(target: Target, host: Host, files: Files, fuse: OwnedFd) -> Server {
-        Server { target, host, files, fuse, state: Mutex::default() }
+impl TargetServer {
+    pub(super) fn new(target: Target, host: Host, files: Files, fuse: OwnedFd) -> TargetServer {
+        TargetServer { target, host, files, fuse, state: Mutex::default() }
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, TgtdState> {
@@ -213,7 +213,7 @@ impl Server {
     /// Replaces tgtd, whose disk has another size now. Requests wait meanwhile.
     ///
     /// # Errors
-    /// The obstacle; the volume's tgtd is started again by [`Server::watch`].
+    /// The obstacle; the volume's tgtd is started again by [`TargetServer::watch`].
     pub(super) fn restart(&self) -> Result<(), FrontendError> {
         let mut state = self.state();
         if let Some(process) = &state.process {
@@ -226,11 +226,11 @@ impl Server {
         Ok(())
     }
 
-    /// Restarts a tgtd that has ended without a command, until [`Server::stop`].
+    /// Restarts a tgtd that has ended without a command, until [`TargetServer::stop`].
     ///
     /// # Errors
     /// No thread can be started.
-    pub(super) fn watch(self: &Arc<Server>) -> io::Result<()> {
+    pub(super) fn watch(self: &Arc<TargetServer>) -> io::Result<()> {
         let server = Arc::clone(self);
         let work = move || {
             while let Some(process) = server.current() {

@@ -18,7 +18,7 @@ use super::export::Export;
 use super::link::{self, OwnedDevice};
 use super::netlink::NewDevice;
 use super::protocol::transmission_flags;
-use super::service::Service;
+use super::service::NbdConnections;
 use super::sysfs;
 use crate::node::remove_node_first;
 use crate::node::{self, DeviceEvents, DeviceNumber};
@@ -210,7 +210,7 @@ fn system(action: impl Into<String>, source: io::Error) -> FrontendError {
 /// A queue: one hardware queue of the kernel's device.
 #[derive(Debug)]
 struct KernelQueue {
-    service: Service,
+    service: NbdConnections,
     first: Option<u16>,
     /// True if the connection broke and no new one was offered.
     broken: bool,
@@ -229,7 +229,7 @@ impl KernelQueue {
         sender: Sender<OwnedFd>,
         closed: Arc<AtomicBool>,
     ) -> KernelQueue {
-        let mut service = Service::new(shared, CONNECTIONS);
+        let mut service = NbdConnections::new(shared, CONNECTIONS);
         let first = service.add(socket, FirstPhase::Transmission);
         KernelQueue { service, first, broken: false, is_quiesced: false, sender, closed }
     }

@@ -34,7 +34,8 @@ struct Process {
 impl Process {
     fn start(ours: OwnedFd, volume: &Arc<Mutex<Vec<u8>>>) -> Process {
         let export = Export::new("v1".parse().unwrap(), (BLOCKS * BLOCK_BYTES) as u64);
-        let mut service = Service::new(ConnectionContext::new(export, DEPTH, CONNECTIONS), CONNECTIONS);
+        let mut service =
+            NbdConnections::new(ConnectionContext::new(export, DEPTH, CONNECTIONS), CONNECTIONS);
         let first = service.add(ours, FirstPhase::Transmission);
         let (sender, closed) = (mpsc::channel().0, Arc::default());
         let mut process = Process {

@@ -11,7 +11,7 @@ use crate::{QueueIo, Quiesced};
 
 /// All connections of one queue, and their shared state.
 #[derive(Debug)]
-pub(super) struct Service {
+pub(super) struct NbdConnections {
     connections: Box<[Option<Connection>]>,
     shared: ConnectionContext,
     /// The number of connections ever opened. Tokens contain it, so that late completions find no other
@@ -21,11 +21,11 @@ pub(super) struct Service {
     lost: bool,
 }
 
-impl Service {
+impl NbdConnections {
     /// Creates a service for at most `connections` at a time.
-    pub(super) fn new(shared: ConnectionContext, connections: u16) -> Service {
+    pub(super) fn new(shared: ConnectionContext, connections: u16) -> NbdConnections {
         let connections = (0..connections).map(|_| None).collect();
-        Service { connections, shared, incarnation: 0, open: 0, lost: false }
+        NbdConnections { connections, shared, incarnation: 0, open: 0, lost: false }
     }
 
     /// Returns the number of open connections.

@@ -20,7 +20,7 @@ use shorthorn_types::Errno;
 
 use super::connection::{ConnectionContext, FirstPhase};
 use super::export::Export;
-use super::service::Service;
+use super::service::NbdConnections;
 use crate::{
     Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueIo,
     Quiesced, SOURCE,
@@ -76,7 +76,7 @@ pub fn prepare_socket(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
             accepting: false,
             watching: false,
             making_room: false,
-            service: Service::new(
+            service: NbdConnections::new(
                 ConnectionContext::new(Arc::clone(&export), depth, connections),
                 connections,
             ),
@@ -138,7 +138,7 @@ struct SocketQueue {
     watching: bool,
     /// True if a client was ended whose place is not free yet.
     making_room: bool,
-    service: Service,
+    service: NbdConnections,
     wake: Wake,
     stopping: Arc<AtomicBool>,
     clients: Arc<Clients>,
