@@ -457,14 +457,14 @@ pub fn trash_bytes(disk: &Path) -> u64 {
 
 /// The space of a disk.
 #[derive(Clone, Copy, Debug)]
-struct Space {
+struct DiskSpace {
     total_bytes: u64,
     available_bytes: u64,
 }
 
 /// Returns the number of directories to delete, the oldest first. `all` has the times of deletion and the
 /// sizes in that order.
-fn outlived(all: &[(u64, u64)], limits: TrashLimits, space: Space, now_ms: u64) -> usize {
+fn outlived(all: &[(u64, u64)], limits: TrashLimits, space: DiskSpace, now_ms: u64) -> usize {
     let is_over = |deleted_ms: u64| now_ms.saturating_sub(deleted_ms) >= limits.keep_ms();
     let wanted_bytes = u128::from(space.total_bytes) * u128::from(limits.free_percent) / 100;
     let mut available_bytes = u128::from(space.available_bytes);
@@ -494,7 +494,7 @@ pub fn sweep(disk: &Path, limits: TrashLimits, now_ms: u64) {
         return;
     }
     let Ok(space) = statvfs(disk) else { return };
-    let space = Space {
+    let space = DiskSpace {
         total_bytes: space.blocks().saturating_mul(space.fragment_size()),
         available_bytes: space.blocks_available().saturating_mul(space.fragment_size()),
     };

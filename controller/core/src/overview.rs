@@ -15,7 +15,7 @@ pub const NAMES_MAX: usize = 5;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Overview {
     /// The numbers of volumes by their state.
-    pub volumes: Volumes,
+    pub volumes: VolumeCounts,
     /// Count of Node objects, reachable or not.
     pub nodes: u32,
     /// The number of nodes that answer.
@@ -23,7 +23,7 @@ pub struct Overview {
     /// The number of nodes that get no new replicas.
     pub closed_nodes: u32,
     /// The space of all disks in reach.
-    pub space: Space,
+    pub space: DiskBytes,
     /// The problems, such as `DiskProblem`.
     pub wrong: Issues,
     /// The activities and the waits.
@@ -34,7 +34,7 @@ pub struct Overview {
 
 /// Numbers of volumes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Volumes {
+pub struct VolumeCounts {
     /// Count of Volume objects, attached or not.
     pub all: u32,
     /// The number of volumes with a device.
@@ -49,7 +49,7 @@ pub struct Volumes {
 
 /// Bytes of disks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Space {
+pub struct DiskBytes {
     /// The sum of the sizes of the disks.
     pub total_bytes: u64,
     /// The sum of the free space of the disks.

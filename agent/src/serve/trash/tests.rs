@@ -121,7 +121,7 @@ fn a_record_that_is_damaged_or_of_another_one_restores_nothing() {
 #[test]
 fn the_oldest_are_deleted_first_by_age_or_lack_of_space() {
     let limits = TrashLimits { keep: Duration::from_hours(24), free_percent: 10 };
-    let space = |available_bytes| Space { total_bytes: 1000, available_bytes };
+    let space = |available_bytes| DiskSpace { total_bytes: 1000, available_bytes };
     let all = [(0, 30), (10 * HOUR_MS, 30), (20 * HOUR_MS, 30)];
     let gone = |available, hours| outlived(&all, limits, space(available), hours * HOUR_MS);
     assert_eq!(gone(100, 23), 0);

@@ -11,7 +11,7 @@ fn overview(example: &Example) -> Overview {
 fn a_healthy_cluster_has_nothing_to_say() {
     let overview = overview(&Example::new());
     assert_eq!((&overview.wrong, &overview.waiting), (&Issues::default(), &Issues::default()));
-    let volumes = Volumes { all: 1, attached: 1, healthy: 1, degraded: 0, faulted: 0 };
+    let volumes = VolumeCounts { all: 1, attached: 1, healthy: 1, degraded: 0, faulted: 0 };
     assert_eq!((overview.volumes, overview.nodes, overview.ready_nodes), (volumes, 3, 3));
     assert_eq!((overview.space.total_bytes, overview.space.scheduled_bytes), (300 << 30, 3 << 30));
     let versions: Vec<_> =
