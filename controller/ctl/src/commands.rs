@@ -34,7 +34,8 @@ pub async fn run(cli: Cli) -> Result<(), CtlError> {
     }
     let Reached { channel, name, cluster } = reach(&cli.reach).await?;
     let client = ControllerClient::new(channel.clone());
-    let session = Session { client, channel, server: name, format: cli.output, cluster: cluster.clone() };
+    let session =
+        ControllerSession { client, channel, server: name, format: cli.output, cluster: cluster.clone() };
     let done = session.run(cli.command).await;
     done.map_err(|error| match (error, cluster.and_then(|cluster| cluster.problem())) {
         // Messages of Kubernetes say more than that the connection broke.
@@ -43,7 +44,7 @@ pub async fn run(cli: Cli) -> Result<(), CtlError> {
     })
 }
 
-struct Session {
+struct ControllerSession {
     /// The cluster through which the controller is reached, if any.
     cluster: Option<ClusterAccess>,
     client: ControllerClient<Channel>,
@@ -52,7 +53,7 @@ struct Session {
     format: Format,
 }
 
-impl Session {
+impl ControllerSession {
     async fn run(self, command: CtlCommand) -> Result<(), CtlError> {
         let mut session = self;
         let text = match command {

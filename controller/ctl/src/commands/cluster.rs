@@ -2,7 +2,7 @@
 
 use shorthorn_api::v1;
 
-use super::Session;
+use super::ControllerSession;
 use crate::args::RebalanceArgs;
 use crate::calls::limited;
 use crate::doctor::CheckOutput;
@@ -11,7 +11,7 @@ use crate::reach::ClusterAccess;
 use crate::rebalance::{describe, rebalance};
 use crate::{cluster_checks, doctor, output, status};
 
-impl Session {
+impl ControllerSession {
     pub(super) async fn status(&mut self) -> Result<(), CtlError> {
         let request = limited(v1::GetOverviewRequest {});
         let overview = self.client.get_overview(request).await.map_err(self.error())?.into_inner();

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use shorthorn_api::v1;
 
-use super::Session;
+use super::ControllerSession;
 use crate::args::DiskCommand;
 use crate::calls::limited;
 use crate::error::CtlError;
@@ -13,7 +13,7 @@ use crate::placement::of_tags;
 use crate::wait::Drained;
 use crate::{confirm, discover, output};
 
-impl Session {
+impl ControllerSession {
     pub(super) async fn disk(&mut self, command: DiskCommand) -> Result<String, CtlError> {
         let request = match command {
             DiskCommand::Add { node, path } => return self.add_disk(node, path).await,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use shorthorn_api::v1;
 
-use super::Session;
+use super::ControllerSession;
 use crate::args::NodeCommand;
 use crate::calls::limited;
 use crate::error::CtlError;
@@ -14,7 +14,7 @@ use crate::reboot::can_reboot;
 use crate::wait::Drained;
 use crate::{confirm, output, placement};
 
-impl Session {
+impl ControllerSession {
     pub(super) async fn node(&mut self, command: NodeCommand) -> Result<String, CtlError> {
         let allow = |name, allow| v1::SetNodeRequest {
             name,

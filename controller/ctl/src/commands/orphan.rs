@@ -2,14 +2,14 @@
 
 use shorthorn_api::v1;
 
-use super::Session;
+use super::ControllerSession;
 use crate::args::OrphanCommand;
 use crate::calls::limited;
 use crate::confirm;
 use crate::error::CtlError;
 use crate::list::ListKind;
 
-impl Session {
+impl ControllerSession {
     pub(super) async fn orphan(&mut self, command: OrphanCommand) -> Result<String, CtlError> {
         match command {
             OrphanCommand::List { order } => self.list(ListKind::Orphans, order.into()).await,

@@ -5,7 +5,7 @@ use std::time::Duration;
 use shorthorn_api::v1;
 use shorthorn_types::status::Frontend;
 
-use super::Session;
+use super::ControllerSession;
 use crate::args::{CreateArgs, SalvageArgs, VolumeCommand, WaitArgs};
 use crate::calls::limited;
 use crate::error::CtlError;
@@ -17,7 +17,7 @@ use crate::{confirm, output, placement};
 /// An upgrade waits until the new process serves. The controller gives the agent two minutes for it.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(150);
 
-impl Session {
+impl ControllerSession {
     pub(super) async fn volume(&mut self, command: VolumeCommand) -> Result<String, CtlError> {
         match command {
             VolumeCommand::Create(args) => self.create(args).await,
