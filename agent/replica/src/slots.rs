@@ -12,7 +12,7 @@ use crate::limits::{BYTES_IN_FLIGHT_MAX, CONNECTIONS_MAX, SHARED_SLOTS, SLOTS};
 /// for good: each makes progress, if slowly. All other slots, and a number of bytes, are shared. A connection
 /// that finds none left waits. The one that has waited longest is served first.
 #[derive(Debug)]
-pub(crate) struct Slots {
+pub(crate) struct ConnectionSlots {
     pool: SlotPool,
     uses: Box<[Use]>,
     /// The number of slots of each connection.
@@ -30,10 +30,10 @@ struct Use {
     bytes: u32,
 }
 
-impl Slots {
-    pub fn new() -> Slots {
+impl ConnectionSlots {
+    pub fn new() -> ConnectionSlots {
         let slots = u16::try_from(SLOTS).unwrap_or(u16::MAX);
-        Slots {
+        ConnectionSlots {
             pool: SlotPool::new(slots),
             uses: vec![Use::default(); SLOTS].into(),
             held: [0; CONNECTIONS_MAX],
@@ -44,7 +44,7 @@ impl Slots {
     }
 
     /// Takes a slot for a request of `connection` that needs `bytes` of data. If none is free, the connection
-    /// waits: it must not ask again before [`Slots::serve`] names it.
+    /// waits: it must not ask again before [`ConnectionSlots::serve`] names it.
     pub fn take(&mut self, connection: u16, bytes: u32) -> Option<u16> {
         let wanted = Use { connection, bytes };
         if self.held(connection) == 0 || (self.waiting.is_empty() && self.fits(wanted)) {
@@ -125,20 +125,20 @@ mod tests {
     use super::*;
 
     /// Takes slots until none is left for `connection`.
-    fn exhaust(slots: &mut Slots, connection: u16, bytes: u32) -> Vec<u16> {
+    fn exhaust(slots: &mut ConnectionSlots, connection: u16, bytes: u32) -> Vec<u16> {
         std::iter::from_fn(|| slots.take(connection, bytes)).collect()
     }
 
     #[test]
     fn one_connection_can_have_all_shared_slots_and_its_own() {
-        let mut slots = Slots::new();
+        let mut slots = ConnectionSlots::new();
         assert_eq!(exhaust(&mut slots, 3, 4096).len(), SHARED_SLOTS + 1);
         assert!(slots.is_waiting(3));
     }
 
     #[test]
     fn bytes_are_bounded_but_each_connection_has_its_first_request() {
-        let mut slots = Slots::new();
+        let mut slots = ConnectionSlots::new();
         let large = usize::try_from(BYTES_IN_FLIGHT_MAX / u64::from(MAX_IO_BYTES)).unwrap();
         assert_eq!(exhaust(&mut slots, 0, MAX_IO_BYTES).len(), large);
         for connection in 1..16 {
@@ -148,7 +148,7 @@ mod tests {
 
     #[test]
     fn the_longest_waiting_connection_is_served_first() {
-        let mut slots = Slots::new();
+        let mut slots = ConnectionSlots::new();
         let mine = exhaust(&mut slots, 0, MAX_IO_BYTES);
         let other = slots.take(1, 0).unwrap();
         assert_eq!(slots.take(1, 512), None, "0 waits already");
@@ -162,7 +162,7 @@ mod tests {
 
     #[test]
     fn closed_connections_do_not_wait() {
-        let mut slots = Slots::new();
+        let mut slots = ConnectionSlots::new();
         let all = exhaust(&mut slots, 0, 0);
         slots.forget(0);
         all.into_iter().for_each(|slot| slots.give(slot));
@@ -179,7 +179,7 @@ mod tests {
                 (0u16..16, 0u32..=MAX_IO_BYTES, any::<bool>(), any::<prop::sample::Index>()), 1..2000
             ),
         ) {
-            let mut slots = Slots::new();
+            let mut slots = ConnectionSlots::new();
             let mut taken: Vec<u16> = Vec::new();
             for (connection, bytes, gives, which) in events {
                 if gives && !taken.is_empty() {

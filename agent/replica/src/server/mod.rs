@@ -31,7 +31,7 @@ use crate::error::ReplicaError;
 use crate::executor::{Executor, OperationResult, SOURCE_DISK};
 use crate::limits::{RING_ENTRIES, SILENT_TICKS_MAX, SLOTS, TICK};
 use crate::mailbox::{Candidate, Inbox, Message};
-use crate::slots::Slots;
+use crate::slots::ConnectionSlots;
 
 const SOURCE_WAKE: u8 = 0;
 const WAKE_TOKEN: Token = Token { source: SOURCE_WAKE, kind: 0, index: 0, tag: 0 };
@@ -47,7 +47,7 @@ pub(crate) struct Server {
     ring: Ring,
     inbox: Inbox,
     executor: Executor,
-    slots: Slots,
+    slots: ConnectionSlots,
     connections: Connections,
     /// The connections by index, and the waiting candidates.
     admission: Admission<u16, Candidate>,
@@ -75,7 +75,7 @@ impl Server {
             ring,
             inbox,
             executor,
-            slots: Slots::new(),
+            slots: ConnectionSlots::new(),
             connections: Connections::new(),
             admission: Admission::default(),
             status: StatusReport::new(publisher),
