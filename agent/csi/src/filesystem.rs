@@ -13,7 +13,7 @@ use shorthorn_csi::{CsiError, FsKind};
 
 use crate::command::{CommandError, Tool};
 use crate::device;
-use crate::volumes::Device;
+use crate::volumes::VolumeDevice;
 
 /// The label of a file system that is not finished. xfs has room for 12 bytes.
 pub(crate) const UNFINISHED_LABEL: &str = "shorthorn-mk";
@@ -47,7 +47,7 @@ pub(crate) enum Content {
     Other(String),
 }
 
-pub(crate) fn probe(device: &Device) -> Result<Content, CsiError> {
+pub(crate) fn probe(device: &VolumeDevice) -> Result<Content, CsiError> {
     let path = &device.path;
     let tool = Tool::new("blkid", PROBE_LIMIT).args(["-p", "-o", "export"]);
     let found =
@@ -88,7 +88,7 @@ fn content(output: &str) -> Content {
 }
 
 /// Makes a file system on a device whose content is [`Content::Empty`] or [`Content::Unfinished`].
-pub(crate) fn format(device: &Device, kind: FsKind) -> Result<(), CsiError> {
+pub(crate) fn format(device: &VolumeDevice, kind: FsKind) -> Result<(), CsiError> {
     let path = &device.path;
     make(path, kind).succeed()?;
     device::flush(path).map_err(CsiError::system(path.display()))?;

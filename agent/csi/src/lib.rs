@@ -6,7 +6,7 @@
 //! in files or in memory. So it does not matter when the agent, kubelet or the host was restarted, nor which
 //! of their calls succeeded. Only the dead mounts found are kept for callers that ask (`dead_mounts`).
 //!
-//! [`Volumes`] supplies the block devices.
+//! [`NodeVolumes`] supplies the block devices.
 
 #![forbid(unsafe_code)]
 
@@ -25,4 +25,4 @@ pub use dead_mounts::{DeadMount, DeadMounts};
 pub use node::{CsiNodeService, NodeOptions};
 pub use registration::RegistrationService;
 pub use shorthorn_types::DeviceNumber;
-pub use volumes::{Condition, Device, Volume, Volumes, VolumesError};
+pub use volumes::{NodeVolume, NodeVolumes, VolumeDevice, VolumeHealth, VolumesError};

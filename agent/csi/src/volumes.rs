@@ -7,12 +7,12 @@ use thiserror::Error;
 
 /// The volumes that are attached to this node.
 #[tonic::async_trait]
-pub trait Volumes: Send + Sync + 'static {
+pub trait NodeVolumes: Send + Sync + 'static {
     /// Returns the current state of a volume.
     ///
     /// # Errors
     /// [`VolumesError::NotFound`] if it is not attached to this node.
-    async fn find(&self, volume: &VolumeName) -> Result<Volume, VolumesError>;
+    async fn find(&self, volume: &VolumeName) -> Result<NodeVolume, VolumesError>;
 
     /// Makes a device that could not grow while it was in use take the size of its volume now, if it has no
     /// user. Called before a volume is staged. Otherwise the device does not change.
@@ -21,18 +21,18 @@ pub trait Volumes: Send + Sync + 'static {
 
 /// An attached volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Volume {
+pub struct NodeVolume {
     /// The device of the volume, if it has one.
-    pub device: Option<Device>,
+    pub device: Option<VolumeDevice>,
     /// True if the volume was attached for reading only.
     pub read_only: bool,
     /// Reported to Kubernetes as the VolumeCondition.
-    pub condition: Condition,
+    pub condition: VolumeHealth,
 }
 
 /// The block device of a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Device {
+pub struct VolumeDevice {
     /// A node that leads to it.
     pub path: PathBuf,
     /// The device to which the node has to lead.
@@ -43,7 +43,7 @@ pub struct Device {
 
 /// The condition of a volume. The texts are for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Condition {
+pub enum VolumeHealth {
     /// The volume has its full redundancy.
     Healthy,
     /// The volume serves, with less redundancy than wanted.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use common::*;
 use shorthorn_api::csi::v1::volume_capability::{AccessType, MountVolume, access_mode::Mode};
-use shorthorn_csi_node::{Condition, DeadMount, Volume, Volumes, VolumesError};
+use shorthorn_csi_node::{DeadMount, NodeVolume, NodeVolumes, VolumeHealth, VolumesError};
 use shorthorn_types::VolumeName;
 use tokio::sync::Semaphore;
 use tonic::Code;
@@ -340,12 +340,12 @@ async fn after_a_power_cut_the_journal_is_replayed() {
 struct Slow {
     asked: Semaphore,
     open: Semaphore,
-    volume: Volume,
+    volume: NodeVolume,
 }
 
 #[tonic::async_trait]
-impl Volumes for Slow {
-    async fn find(&self, _: &VolumeName) -> Result<Volume, VolumesError> {
+impl NodeVolumes for Slow {
+    async fn find(&self, _: &VolumeName) -> Result<NodeVolume, VolumesError> {
         self.asked.add_permits(1);
         let _open = self.open.acquire().await.unwrap();
         Ok(self.volume.clone())
@@ -361,9 +361,10 @@ async fn asked(slow: &Slow, calls: u32) {
 async fn one_call_at_a_time_for_a_volume() {
     let mut node = Node::new();
     node.volume("v1");
-    let volume = Volume { device: Some(node.device("v1")), read_only: false, condition: Condition::Healthy };
+    let volume =
+        NodeVolume { device: Some(node.device("v1")), read_only: false, condition: VolumeHealth::Healthy };
     let slow = Arc::new(Slow { asked: Semaphore::new(0), open: Semaphore::new(0), volume });
-    let mut client = node.serve_with(Arc::clone(&slow) as Arc<dyn Volumes>).await;
+    let mut client = node.serve_with(Arc::clone(&slow) as Arc<dyn NodeVolumes>).await;
     let (staging, target) = (node.staging("v1"), node.target("p1"));
     let wanted = stage("v1", &staging, file_system("ext4"));
     let mut first_client = client.clone();

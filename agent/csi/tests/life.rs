@@ -11,7 +11,7 @@ use shorthorn_api::csi::v1;
 use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
 use shorthorn_api::csi::v1::volume_capability::{AccessType, MountVolume};
 use shorthorn_api::csi::v1::volume_usage::Unit;
-use shorthorn_csi_node::Condition;
+use shorthorn_csi_node::VolumeHealth;
 use shorthorn_vmkit::{DataDisk, FileSystem, Kernel, Vm, VmOptions};
 use tonic::Code;
 
@@ -291,15 +291,15 @@ async fn the_volume_condition_names_the_problem() {
     let mut client = node.serve().await;
     let staging = node.staging("v1");
     client.stage(stage("v1", &staging, file_system("ext4"))).await.unwrap();
-    node.set("v1", |volume| volume.condition = Condition::Degraded("1 of 2 replicas".into()));
+    node.set("v1", |volume| volume.condition = VolumeHealth::Degraded("1 of 2 replicas".into()));
     let condition = client.stats("v1", &staging).await.unwrap().volume_condition.unwrap();
     assert!(condition.abnormal && condition.message.contains("1 of 2 replicas"), "{condition:?}");
-    node.set("v1", |volume| volume.condition = Condition::Frozen("no quorum".into()));
+    node.set("v1", |volume| volume.condition = VolumeHealth::Frozen("no quorum".into()));
     let condition = client.stats("v1", &staging).await.unwrap().volume_condition.unwrap();
     assert!(condition.abnormal && condition.message.contains("no quorum"), "{condition:?}");
     let frozen = client.publish(publish("v1", &staging, &node.target("p1"), file_system("ext4"))).await;
     refused(frozen, Code::Unavailable, "no quorum");
-    node.set("v1", |volume| volume.condition = Condition::Healthy);
+    node.set("v1", |volume| volume.condition = VolumeHealth::Healthy);
     assert!(!client.stats("v1", &staging).await.unwrap().volume_condition.unwrap().abnormal);
     // As after an error: the file system is read-only, and the mount is not.
     run("mount", &["-o", "remount,ro", staging.to_str().unwrap()]);

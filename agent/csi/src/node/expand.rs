@@ -9,11 +9,11 @@ use shorthorn_linux::mounts::MountTable;
 use crate::filesystem;
 use crate::mounting;
 use crate::node::kernel_state;
-use crate::volumes::{Device, Volume};
+use crate::volumes::{NodeVolume, VolumeDevice};
 
 /// Gives the volume at `path` all of its device; how large that is.
 pub(super) fn expand(
-    volume: &Volume,
+    volume: &NodeVolume,
     path: Option<&Path>,
     capability: Option<&Capability>,
     required_bytes: Option<NonZeroU64>,
@@ -51,7 +51,7 @@ pub(super) fn expand(
     Ok(i64::try_from(device.size_bytes).unwrap_or(i64::MAX))
 }
 
-fn grow(table: &MountTable, device: &Device, kind: FsKind) -> Result<(), CsiError> {
+fn grow(table: &MountTable, device: &VolumeDevice, kind: FsKind) -> Result<(), CsiError> {
     let writable = table.iter().find(|mount| mount.is_whole(device.number) && !mount.is_read_only());
     let message = "the file system is mounted read-only: it cannot grow";
     let writable = writable.ok_or_else(|| CsiError::Precondition(message.into()))?;

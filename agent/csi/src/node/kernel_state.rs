@@ -13,15 +13,15 @@ use shorthorn_types::DeviceNumber;
 use crate::command::Tool;
 use crate::device;
 use crate::node::NodeOptions;
-use crate::volumes::{Condition, Device, Volume};
+use crate::volumes::{NodeVolume, VolumeDevice, VolumeHealth};
 
 /// The time limit of blockdev. Opening a device may wait for a first read, and a degraded volume holds that
 /// up for seconds.
 const BLOCKDEV_LIMIT: Duration = Duration::from_secs(60);
 
 /// Returns the device of a volume if it is usable and the expected one.
-pub(super) fn device(volume: &Volume) -> Result<&Device, CsiError> {
-    if let Condition::Frozen(why) = &volume.condition {
+pub(super) fn device(volume: &NodeVolume) -> Result<&VolumeDevice, CsiError> {
+    if let VolumeHealth::Frozen(why) = &volume.condition {
         // Any access to the device would hang now.
         return Err(CsiError::Unavailable(format!("the volume is frozen: {why}")));
     }
@@ -49,12 +49,12 @@ pub(super) fn is_node_at(point: &Path, number: DeviceNumber) -> bool {
 }
 
 /// Returns the places at which the file system on the device is mounted as a whole.
-pub(super) fn mounted(table: &MountTable, device: &Device) -> Vec<PathBuf> {
+pub(super) fn mounted(table: &MountTable, device: &VolumeDevice) -> Vec<PathBuf> {
     table.iter().filter(|mount| mount.is_whole(device.number)).map(|mount| mount.point.clone()).collect()
 }
 
 /// Returns the places at which the node of the device is mounted on a file.
-pub(super) fn nodes(table: &MountTable, device: &Device) -> Vec<PathBuf> {
+pub(super) fn nodes(table: &MountTable, device: &VolumeDevice) -> Vec<PathBuf> {
     let Ok(meta) = fs::symlink_metadata(&device.path) else { return Vec::new() };
     let node_fs = DeviceNumber::of(meta.dev());
     // Mounts of other file systems are not queried: a hanging one must not hang the driver.
@@ -100,13 +100,13 @@ pub(super) fn trouble(mount: &Mount) -> Option<String> {
 }
 
 /// Has the kernel refuse writes to the device, or no longer.
-pub(super) fn set_read_only(device: &Device, read_only: bool) -> Result<(), CsiError> {
+pub(super) fn set_read_only(device: &VolumeDevice, read_only: bool) -> Result<(), CsiError> {
     let option = if read_only { "--setro" } else { "--setrw" };
     Ok(Tool::new("blockdev", BLOCKDEV_LIMIT).arg(option).arg(&device.path).succeed().map(drop)?)
 }
 
 /// Returns whether the kernel refuses writes to the device.
-pub(super) fn is_read_only(device: &Device) -> Result<bool, CsiError> {
+pub(super) fn is_read_only(device: &VolumeDevice) -> Result<bool, CsiError> {
     device::is_read_only(device.number).map_err(CsiError::system(device.path.display()))
 }
 

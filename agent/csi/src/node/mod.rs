@@ -27,7 +27,7 @@ use tonic::{Request, Response, Status};
 
 use crate::arguments;
 use crate::dead_mounts::DeadMounts;
-use crate::volumes::{Volume, Volumes, VolumesError};
+use crate::volumes::{NodeVolume, NodeVolumes, VolumesError};
 
 /// kubelet gives up after two minutes. It should get the reason before that.
 const CALL_LIMIT: Duration = Duration::from_secs(100);
@@ -49,7 +49,7 @@ pub struct NodeOptions {
 /// Serves the calls of kubelet to the CSI Node service.
 #[derive(Clone)]
 pub struct CsiNodeService {
-    volumes: Arc<dyn Volumes>,
+    volumes: Arc<dyn NodeVolumes>,
     options: Arc<NodeOptions>,
     /// For everything that changes something.
     gates: Gates,
@@ -66,13 +66,13 @@ impl std::fmt::Debug for CsiNodeService {
 }
 
 type RpcResult<T> = Result<Response<T>, Status>;
-/// The answer of [`Volumes`].
-type VolumeResult = Result<Volume, VolumesError>;
+/// The answer of [`NodeVolumes`].
+type VolumeResult = Result<NodeVolume, VolumesError>;
 
 impl CsiNodeService {
     /// Creates the service for the volumes of `volumes`.
     #[must_use]
-    pub fn new(volumes: Arc<dyn Volumes>, mut options: NodeOptions) -> CsiNodeService {
+    pub fn new(volumes: Arc<dyn NodeVolumes>, mut options: NodeOptions) -> CsiNodeService {
         // Mounts are listed by their real paths: MicroK8s has a link in place of the directory.
         for root in &mut options.roots {
             if let Ok(real) = std::fs::canonicalize(&*root) {

@@ -7,7 +7,7 @@ use shorthorn_linux::mounts::{Mount, MountTable};
 
 use crate::mounting::{self, TargetKind};
 use crate::node::{NodeOptions, kernel_state, stage};
-use crate::volumes::{Device, Volume};
+use crate::volumes::{NodeVolume, VolumeDevice};
 
 /// The requested publication.
 pub(super) struct PublishRequest {
@@ -21,7 +21,7 @@ pub(super) struct PublishRequest {
 /// reboot.
 pub(super) fn publish(
     options: &NodeOptions,
-    volume: &Volume,
+    volume: &NodeVolume,
     wanted: &PublishRequest,
 ) -> Result<(), CsiError> {
     let device = kernel_state::device(volume)?;
@@ -55,8 +55,8 @@ pub(super) fn publish(
 /// Returns whether the mount at the target is the requested one. False: it has to be unmounted first.
 fn is_published(
     options: &NodeOptions,
-    volume: &Volume,
-    device: &Device,
+    volume: &NodeVolume,
+    device: &VolumeDevice,
     mount: &Mount,
     capability: &Capability,
     read_only: bool,
@@ -88,7 +88,7 @@ fn is_published(
 fn only_here(
     options: &NodeOptions,
     table: &MountTable,
-    device: &Device,
+    device: &VolumeDevice,
     target: &Path,
     staging: &Path,
 ) -> Result<(), CsiError> {
@@ -103,7 +103,7 @@ fn only_here(
 
 fn publish_mount(
     options: &NodeOptions,
-    volume: &Volume,
+    volume: &NodeVolume,
     wanted: &PublishRequest,
     mount: &MountSpec,
     target: &Path,
@@ -128,8 +128,8 @@ fn publish_mount(
 /// kernel, for all of its users.
 fn publish_block(
     options: &NodeOptions,
-    volume: &Volume,
-    device: &Device,
+    volume: &NodeVolume,
+    device: &VolumeDevice,
     table: &MountTable,
     target: &Path,
     read_only: bool,
@@ -180,7 +180,7 @@ fn undo(target: &Path, made: bool, error: CsiError) -> CsiError {
 /// Undoes [`publish`], and takes the target away.
 pub(super) fn unpublish(
     options: &NodeOptions,
-    volume: Option<&Volume>,
+    volume: Option<&NodeVolume>,
     target: &Path,
 ) -> Result<(), CsiError> {
     let Some(target) = mounting::resolve(target)? else { return Ok(()) };
@@ -193,7 +193,7 @@ pub(super) fn unpublish(
 }
 
 /// Makes a device writable again that was published read-only, after its last user is gone.
-fn release(volume: &Volume) -> Result<(), CsiError> {
+fn release(volume: &NodeVolume) -> Result<(), CsiError> {
     let Ok(device) = kernel_state::device(volume) else { return Ok(()) };
     if volume.read_only || !kernel_state::is_read_only(device)? {
         return Ok(());

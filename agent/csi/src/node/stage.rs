@@ -10,12 +10,12 @@ use crate::device;
 use crate::filesystem::{self, Content};
 use crate::mounting::{self, TargetKind};
 use crate::node::{NodeOptions, kernel_state};
-use crate::volumes::{Device, Volume};
+use crate::volumes::{NodeVolume, VolumeDevice};
 
 /// Stages a volume at `staging`.
 pub(super) fn stage(
     options: &NodeOptions,
-    volume: &Volume,
+    volume: &NodeVolume,
     staging: &Path,
     capability: &Capability,
 ) -> Result<(), CsiError> {
@@ -31,7 +31,7 @@ pub(super) fn stage(
     }
 }
 
-fn not_mounted_at(table: &MountTable, device: &Device, point: &Path) -> Result<(), CsiError> {
+fn not_mounted_at(table: &MountTable, device: &VolumeDevice, point: &Path) -> Result<(), CsiError> {
     match table.at(point) {
         Some(mount) if mount.device == device.number => {
             Err(CsiError::Exists(format!("{} is staged as a file system", point.display())))
@@ -44,7 +44,7 @@ fn not_mounted_at(table: &MountTable, device: &Device, point: &Path) -> Result<(
 /// Returns the place of the mount.
 pub(super) fn stage_mount(
     options: &NodeOptions,
-    volume: &Volume,
+    volume: &NodeVolume,
     staging: &Path,
     wanted: &MountSpec,
     read_only: bool,
@@ -78,7 +78,7 @@ pub(super) fn stage_mount(
 fn is_staged(
     options: &NodeOptions,
     table: &MountTable,
-    device: &Device,
+    device: &VolumeDevice,
     mount: &Mount,
     wanted: &MountSpec,
     read_only: bool,
@@ -124,8 +124,8 @@ pub(super) fn taken(mount: &Mount) -> CsiError {
 }
 
 fn mount_at(
-    volume: &Volume,
-    device: &Device,
+    volume: &NodeVolume,
+    device: &VolumeDevice,
     point: &Path,
     wanted: &MountSpec,
     read_only: bool,
@@ -147,7 +147,7 @@ fn mount_at(
     Ok(())
 }
 
-fn check_mounted(device: &Device, point: &Path) -> Result<(), CsiError> {
+fn check_mounted(device: &VolumeDevice, point: &Path) -> Result<(), CsiError> {
     match mounting::read_table()?.at(point) {
         Some(mount) if mount.is_whole(device.number) => Ok(()),
         Some(mount) => Err(taken(mount)),
@@ -155,7 +155,7 @@ fn check_mounted(device: &Device, point: &Path) -> Result<(), CsiError> {
     }
 }
 
-fn undo(device: &Device, point: &Path, error: CsiError) -> CsiError {
+fn undo(device: &VolumeDevice, point: &Path, error: CsiError) -> CsiError {
     let ours = |mount: &Mount| if mount.is_whole(device.number) { Ok(()) } else { Err(taken(mount)) };
     match mounting::unmount_all(point, ours) {
         Ok(()) => error,
@@ -165,8 +165,8 @@ fn undo(device: &Device, point: &Path, error: CsiError) -> CsiError {
 
 /// Returns the file system on the device, ready to be mounted.
 fn file_system(
-    volume: &Volume,
-    device: &Device,
+    volume: &NodeVolume,
+    device: &VolumeDevice,
     wanted: &MountSpec,
     read_only: bool,
 ) -> Result<FsKind, CsiError> {
@@ -204,7 +204,7 @@ fn file_system(
 /// Undoes [`stage`].
 pub(super) fn unstage(
     options: &NodeOptions,
-    volume: Option<&Volume>,
+    volume: Option<&NodeVolume>,
     staging: &Path,
 ) -> Result<(), CsiError> {
     let Some(point) = mounting::resolve(staging)? else { return Ok(()) };
@@ -225,7 +225,7 @@ pub(super) fn unstage(
 /// Returns an error unless a mount may be removed for a caller that names this volume.
 pub(super) fn check_may_unmount(
     options: &NodeOptions,
-    volume: Option<&Volume>,
+    volume: Option<&NodeVolume>,
     mount: &Mount,
 ) -> Result<(), CsiError> {
     let device = volume.and_then(|volume| volume.device.as_ref());

@@ -11,7 +11,7 @@ use shorthorn_linux::mounts::Mount;
 
 use crate::mounting;
 use crate::node::{NodeOptions, kernel_state};
-use crate::volumes::{Condition, Device, Volume, VolumesError};
+use crate::volumes::{NodeVolume, VolumeDevice, VolumeHealth, VolumesError};
 
 /// The statistics of a volume at a path.
 pub(super) struct Stats {
@@ -23,7 +23,7 @@ pub(super) struct Stats {
 /// Returns usage and condition of the volume at `path`, the place where it is staged or published.
 pub(super) fn stats(
     options: &NodeOptions,
-    found: Result<Volume, VolumesError>,
+    found: Result<NodeVolume, VolumesError>,
     path: Option<&Path>,
 ) -> Result<Stats, CsiError> {
     match found {
@@ -54,7 +54,7 @@ fn of_remains(options: &NodeOptions, path: Option<&Path>, error: VolumesError) -
     Ok(Stats { answer, is_dead: true })
 }
 
-fn of_attached(volume: &Volume, path: Option<&Path>) -> Result<Stats, CsiError> {
+fn of_attached(volume: &NodeVolume, path: Option<&Path>) -> Result<Stats, CsiError> {
     let elsewhere = || CsiError::NotFound("the volume is not at volume_path".into());
     let point = mounting::resolve(path.ok_or_else(elsewhere)?)?.ok_or_else(elsewhere)?;
     let table = mounting::read_table()?;
@@ -76,7 +76,7 @@ fn of_attached(volume: &Volume, path: Option<&Path>) -> Result<Stats, CsiError> 
     Ok(Stats { answer, is_dead })
 }
 
-fn gone(device: &Device) -> String {
+fn gone(device: &VolumeDevice) -> String {
     format!("the device {} is gone", device.number)
 }
 
@@ -84,11 +84,11 @@ fn lost_mount(mount: &Mount) -> String {
     format!("the device {} that is mounted here is gone", mount.device)
 }
 
-fn condition(reported: &Condition, trouble: Option<String>) -> v1::VolumeCondition {
+fn condition(reported: &VolumeHealth, trouble: Option<String>) -> v1::VolumeCondition {
     let reported = match reported {
-        Condition::Healthy => None,
-        Condition::Degraded(why) => Some(format!("degraded: {why}")),
-        Condition::Frozen(why) => Some(format!("frozen: {why}")),
+        VolumeHealth::Healthy => None,
+        VolumeHealth::Degraded(why) => Some(format!("degraded: {why}")),
+        VolumeHealth::Frozen(why) => Some(format!("frozen: {why}")),
     };
     let messages: Vec<String> = trouble.into_iter().chain(reported).collect();
     if messages.is_empty() {
@@ -97,7 +97,7 @@ fn condition(reported: &Condition, trouble: Option<String>) -> v1::VolumeConditi
     v1::VolumeCondition { abnormal: true, message: messages.join("; ") }
 }
 
-fn of_device(device: &Device) -> Option<v1::VolumeUsage> {
+fn of_device(device: &VolumeDevice) -> Option<v1::VolumeUsage> {
     let total = size_by_number(device.number).ok()??;
     Some(usage(Unit::Bytes, total, 0, 0))
 }
@@ -130,10 +130,10 @@ mod tests {
     #[test]
     fn every_trouble_is_reported() {
         let shown = |reported, trouble: Option<&str>| condition(&reported, trouble.map(str::to_owned));
-        assert!(!shown(Condition::Healthy, None).abnormal);
-        assert_eq!(shown(Condition::Healthy, Some("x")).message, "x");
-        let both = shown(Condition::Degraded("2 of 3".into()), Some("x"));
+        assert!(!shown(VolumeHealth::Healthy, None).abnormal);
+        assert_eq!(shown(VolumeHealth::Healthy, Some("x")).message, "x");
+        let both = shown(VolumeHealth::Degraded("2 of 3".into()), Some("x"));
         assert!(both.abnormal && both.message == "x; degraded: 2 of 3", "{both:?}");
-        assert!(shown(Condition::Frozen("no quorum".into()), None).abnormal);
+        assert!(shown(VolumeHealth::Frozen("no quorum".into()), None).abnormal);
     }
 }

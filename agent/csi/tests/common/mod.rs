@@ -19,7 +19,8 @@ use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
 use shorthorn_api::csi::v1::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
 use shorthorn_csi::{DRIVER_NAME, IdentityService};
 use shorthorn_csi_node::{
-    Condition, CsiNodeService, DeadMounts, Device, DeviceNumber, NodeOptions, Volume, Volumes, VolumesError,
+    CsiNodeService, DeadMounts, DeviceNumber, NodeOptions, NodeVolume, NodeVolumes, VolumeDevice,
+    VolumeHealth, VolumesError,
 };
 use shorthorn_types::VolumeName;
 use tempfile::TempDir;
@@ -84,11 +85,11 @@ impl Loop {
         panic!("no loop device for {file_text}");
     }
 
-    pub fn device(&self) -> Device {
+    pub fn device(&self) -> VolumeDevice {
         let number = DeviceNumber::of(fs::metadata(&self.path).unwrap().rdev());
         let sectors = fs::read_to_string(format!("/sys/dev/block/{number}/size")).unwrap();
         let size_bytes = sectors.trim().parse::<u64>().unwrap() * 512;
-        Device { path: self.path.clone(), number, size_bytes }
+        VolumeDevice { path: self.path.clone(), number, size_bytes }
     }
 
     /// Makes the device larger, as an engine does.
@@ -114,11 +115,11 @@ impl Drop for Loop {
 
 /// The volumes, and their devices after they are staged again.
 #[derive(Default)]
-struct Table(Mutex<HashMap<String, Volume>>, Mutex<HashMap<String, Device>>);
+struct Table(Mutex<HashMap<String, NodeVolume>>, Mutex<HashMap<String, VolumeDevice>>);
 
 #[tonic::async_trait]
-impl Volumes for Table {
-    async fn find(&self, volume: &VolumeName) -> Result<Volume, VolumesError> {
+impl NodeVolumes for Table {
+    async fn find(&self, volume: &VolumeName) -> Result<NodeVolume, VolumesError> {
         let found = self.0.lock().unwrap().get(volume.as_str()).cloned();
         found.ok_or_else(|| VolumesError::NotFound(volume.clone()))
     }
@@ -165,14 +166,14 @@ impl Node {
         self.loops.last().unwrap()
     }
 
-    pub fn device(&self, name: &str) -> Device {
+    pub fn device(&self, name: &str) -> VolumeDevice {
         self.table.0.lock().unwrap()[name].device.clone().unwrap()
     }
 
     /// Changes the reported state of a volume.
-    pub fn set(&self, name: &str, change: impl FnOnce(&mut Volume)) {
+    pub fn set(&self, name: &str, change: impl FnOnce(&mut NodeVolume)) {
         let mut table = self.table.0.lock().unwrap();
-        let new = || Volume { device: None, read_only: false, condition: Condition::Healthy };
+        let new = || NodeVolume { device: None, read_only: false, condition: VolumeHealth::Healthy };
         change(table.entry(name.to_owned()).or_insert_with(new));
     }
 
@@ -187,7 +188,7 @@ impl Node {
     }
 
     /// Sets the device that a volume has once it is staged again.
-    pub fn renewed(&self, name: &str, device: Device) {
+    pub fn renewed(&self, name: &str, device: VolumeDevice) {
         self.table.1.lock().unwrap().insert(name.to_owned(), device);
     }
 
@@ -197,10 +198,10 @@ impl Node {
 
     /// Serves the driver as an agent would, and connects to it.
     pub async fn serve(&self) -> Client {
-        self.serve_with(Arc::clone(&self.table) as Arc<dyn Volumes>).await
+        self.serve_with(Arc::clone(&self.table) as Arc<dyn NodeVolumes>).await
     }
 
-    pub async fn serve_with(&self, volumes: Arc<dyn Volumes>) -> Client {
+    pub async fn serve_with(&self, volumes: Arc<dyn NodeVolumes>) -> Client {
         let socket = self.dir.path().join(format!("csi-{}.sock", Arc::strong_count(&self.table)));
         let _ = fs::remove_file(&socket);
         let incoming = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());

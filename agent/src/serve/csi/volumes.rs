@@ -9,7 +9,7 @@ use std::sync::Arc;
 use shorthorn_api::v1::instance::Detail;
 use shorthorn_api::v1::{self, InstanceState};
 use shorthorn_control::{EnginePhase, MemberMode};
-use shorthorn_csi_node::{Condition, Device, DeviceNumber, Volume, Volumes, VolumesError};
+use shorthorn_csi_node::{DeviceNumber, NodeVolume, NodeVolumes, VolumeDevice, VolumeHealth, VolumesError};
 use shorthorn_types::VolumeName;
 
 use crate::serve::instance::{Hub, InstanceId};
@@ -28,8 +28,8 @@ impl Attached {
 }
 
 #[tonic::async_trait]
-impl Volumes for Attached {
-    async fn find(&self, volume: &VolumeName) -> Result<Volume, VolumesError> {
+impl NodeVolumes for Attached {
+    async fn find(&self, volume: &VolumeName) -> Result<NodeVolume, VolumesError> {
         let instance = self.hub.table().published(&InstanceId::Engine(volume.clone()));
         let not_found = || VolumesError::NotFound(volume.clone());
         let instance = instance.ok_or_else(not_found)?;
@@ -38,7 +38,7 @@ impl Volumes for Attached {
         let device = device(&self.device_dir.join(volume.as_str()), &engine.device, engine.size_bytes);
         let device =
             device.map_err(|error| VolumesError::Unavailable(format!("volume {volume}: {error}")))?;
-        Ok(Volume { device, read_only: false, condition: condition(&instance, engine) })
+        Ok(NodeVolume { device, read_only: false, condition: condition(&instance, engine) })
     }
 
     async fn take_size(&self, volume: &VolumeName) {
@@ -50,7 +50,7 @@ impl Volumes for Attached {
 
 /// Returns the device that the engine reports, even if the node of its name leads elsewhere. An engine of an
 /// earlier version does not report it.
-fn device(path: &Path, served: &str, size_bytes: u64) -> io::Result<Option<Device>> {
+fn device(path: &Path, served: &str, size_bytes: u64) -> io::Result<Option<VolumeDevice>> {
     let meta = match fs::symlink_metadata(path) {
         Ok(meta) if meta.file_type().is_block_device() => meta,
         Ok(_) => return Ok(None),
@@ -58,33 +58,33 @@ fn device(path: &Path, served: &str, size_bytes: u64) -> io::Result<Option<Devic
         Err(error) => return Err(error),
     };
     let number = served.parse().unwrap_or_else(|_| DeviceNumber::of(meta.rdev()));
-    Ok(Some(Device { path: path.to_owned(), number, size_bytes }))
+    Ok(Some(VolumeDevice { path: path.to_owned(), number, size_bytes }))
 }
 
-fn condition(instance: &v1::Instance, engine: &v1::EngineStatus) -> Condition {
+fn condition(instance: &v1::Instance, engine: &v1::EngineStatus) -> VolumeHealth {
     let because = |what: &str| match instance.message.as_str() {
         "" => what.to_owned(),
         message => format!("{what}: {message}"),
     };
     if instance.state() != InstanceState::Running {
         let state = instance.state().as_str_name().trim_start_matches("INSTANCE_STATE_").to_lowercase();
-        return Condition::Frozen(because(&format!("the engine is {state}")));
+        return VolumeHealth::Frozen(because(&format!("the engine is {state}")));
     }
     if engine.known_phase() == Some(EnginePhase::Frozen) {
-        return Condition::Frozen(because("too few replicas can be reached"));
+        return VolumeHealth::Frozen(because("too few replicas can be reached"));
     }
     if engine.lost_writes {
-        return Condition::Frozen(because("writes may be lost"));
+        return VolumeHealth::Frozen(because("writes may be lost"));
     }
     let is_member = |one: &&v1::EngineMember| one.known_mode() == MemberMode::Member;
     let (members, all) = (engine.members.iter().filter(is_member).count(), engine.members.len());
     if members == all {
-        return Condition::Healthy;
+        return VolumeHealth::Healthy;
     }
     let others = engine.members.iter().filter(|one| !is_member(one));
     let others: Vec<String> =
         others.map(|one| format!("{} is {}", one.replica_id, one.known_mode().as_str())).collect();
-    Condition::Degraded(format!("{members} of {all} replicas have everything; {}", others.join(", ")))
+    VolumeHealth::Degraded(format!("{members} of {all} replicas have everything; {}", others.join(", ")))
 }
 
 #[cfg(test)]
@@ -99,7 +99,7 @@ mod tests {
         v1::EngineStatus { members, ..v1::EngineStatus::default() }.with_phase(phase)
     }
 
-    fn of(state: InstanceState, phase: Option<EnginePhase>, modes: &[MemberMode]) -> Condition {
+    fn of(state: InstanceState, phase: Option<EnginePhase>, modes: &[MemberMode]) -> VolumeHealth {
         let instance = v1::Instance { state: state.into(), message: "why".into(), ..v1::Instance::default() };
         condition(&instance, &engine(phase, modes))
     }
@@ -107,9 +107,9 @@ mod tests {
     #[test]
     fn conditions() {
         let serving = Some(EnginePhase::Serving);
-        assert_eq!(of(InstanceState::Running, serving, &[MEMBER, MEMBER]), Condition::Healthy);
+        assert_eq!(of(InstanceState::Running, serving, &[MEMBER, MEMBER]), VolumeHealth::Healthy);
         match of(InstanceState::Running, serving, &[MEMBER, MemberMode::Rebuilding]) {
-            Condition::Degraded(text) => assert!(text.starts_with("1 of 2 replicas"), "{text}"),
+            VolumeHealth::Degraded(text) => assert!(text.starts_with("1 of 2 replicas"), "{text}"),
             other => panic!("{other:?}"),
         }
         for (state, phase) in [
@@ -119,7 +119,7 @@ mod tests {
             (InstanceState::Stopped, None),
         ] {
             match of(state, phase, &[MEMBER]) {
-                Condition::Frozen(text) => assert!(text.ends_with(": why"), "{text}"),
+                VolumeHealth::Frozen(text) => assert!(text.ends_with(": why"), "{text}"),
                 other => panic!("{other:?}"),
             }
         }
@@ -129,7 +129,7 @@ mod tests {
     fn a_volume_that_has_lost_writes_is_not_healthy() {
         let instance = v1::Instance { state: InstanceState::Running.into(), ..v1::Instance::default() };
         let engine = v1::EngineStatus { lost_writes: true, ..engine(Some(EnginePhase::Serving), &[MEMBER]) };
-        assert_eq!(condition(&instance, &engine), Condition::Frozen("writes may be lost".to_owned()));
+        assert_eq!(condition(&instance, &engine), VolumeHealth::Frozen("writes may be lost".to_owned()));
     }
 
     #[test]
