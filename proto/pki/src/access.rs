@@ -156,19 +156,19 @@ impl CallRefusal {
 pub struct AccessLayer;
 
 impl<S> Layer<S> for AccessLayer {
-    type Service = Checked<S>;
-    fn layer(&self, inner: S) -> Checked<S> {
-        Checked { inner }
+    type Service = CheckedService<S>;
+    fn layer(&self, inner: S) -> CheckedService<S> {
+        CheckedService { inner }
     }
 }
 
 /// A service whose calls are checked.
 #[derive(Clone, Debug)]
-pub struct Checked<S> {
+pub struct CheckedService<S> {
     inner: S,
 }
 
-impl<S> Service<http::Request<Body>> for Checked<S>
+impl<S> Service<http::Request<Body>> for CheckedService<S>
 where
     S: Service<http::Request<Body>, Response = http::Response<Body>>,
     S::Future: Send + 'static,

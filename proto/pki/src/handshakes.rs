@@ -33,7 +33,7 @@ const LOG_EVERY: Duration = Duration::from_secs(10);
 /// The clients that are known, and their handshakes.
 #[derive(Debug)]
 pub(crate) struct TlsHandshakes {
-    addresses: HashMap<IpAddr, Address>,
+    addresses: HashMap<IpAddr, ClientAddress>,
     /// In progress, from the oldest to the newest. At most `max` are of addresses that have authenticated
     /// lately, and at most `max` of others.
     running: Vec<RunningHandshake>,
@@ -79,7 +79,7 @@ enum Stage {
 }
 
 #[derive(Debug)]
-struct Address {
+struct ClientAddress {
     under_way: usize,
     /// Open connections with a certificate.
     connected: usize,
@@ -91,7 +91,7 @@ struct Address {
 /// A handshake that has begun.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
-pub(crate) struct Begun {
+pub(crate) struct BegunHandshake {
     pub id: u64,
     /// The handshake whose place it has taken, which has to be ended.
     pub displaced: Option<u64>,
@@ -109,7 +109,7 @@ impl RunningHandshake {
     }
 }
 
-impl Address {
+impl ClientAddress {
     fn is_friend(&self, now: Instant) -> bool {
         self.connected > 0 || self.authenticated_at.is_some_and(|at| now.duration_since(at) < FRIEND_FOR)
     }
@@ -134,12 +134,12 @@ impl TlsHandshakes {
     }
 
     /// Begins a handshake with a client at this address. Returns none if the client has to be disconnected.
-    pub fn begin(&mut self, address: IpAddr, now: Instant) -> Option<Begun> {
+    pub fn begin(&mut self, address: IpAddr, now: Instant) -> Option<BegunHandshake> {
         let address = source(address);
         if !self.addresses.contains_key(&address) {
             self.make_room(now)?;
         }
-        let known = self.addresses.entry(address).or_insert(Address {
+        let known = self.addresses.entry(address).or_insert(ClientAddress {
             under_way: 0,
             connected: 0,
             failures: 0,
@@ -160,7 +160,7 @@ impl TlsHandshakes {
         if let Some(known) = self.addresses.get_mut(&address) {
             known.under_way += 1;
         }
-        Some(Begun { id, displaced, address })
+        Some(BegunHandshake { id, displaced, address })
     }
 
     /// Ends a handshake for a new one of `address` if all places are in use. It ends the oldest one of the
@@ -201,7 +201,7 @@ impl TlsHandshakes {
     }
 
     /// The client of a handshake has sent something.
-    pub fn hear(&mut self, begun: Begun) {
+    pub fn hear(&mut self, begun: BegunHandshake) {
         if let Some(one) = self.running.iter_mut().find(|one| one.id == begun.id) {
             one.stage = Stage::Heard;
         }
@@ -209,13 +209,13 @@ impl TlsHandshakes {
 
     /// The client of a handshake has authenticated: it keeps its place until the server takes the connection.
     /// Returns false if another handshake has taken the place.
-    pub fn keep(&mut self, begun: Begun) -> bool {
+    pub fn keep(&mut self, begun: BegunHandshake) -> bool {
         let one = self.running.iter_mut().find(|one| one.id == begun.id);
         one.map(|one| one.stage = Stage::Authenticated).is_some()
     }
 
     /// A handshake has ended.
-    pub fn end(&mut self, begun: Begun, outcome: HandshakeOutcome, now: Instant) {
+    pub fn end(&mut self, begun: BegunHandshake, outcome: HandshakeOutcome, now: Instant) {
         let place = self.running.iter().position(|one| one.id == begun.id);
         let is_running = place.map(|at| self.running.remove(at)).is_some();
         let Some(known) = self.addresses.get_mut(&begun.address) else { return };
@@ -312,10 +312,10 @@ mod tests {
         let begun = all.begin(address(0), now).unwrap();
         all.end(begun, HandshakeOutcome::Authenticated, now);
         let friend = all.begin(address(0), now).unwrap();
-        let held: Vec<Begun> = (1..100).filter_map(|n| all.begin(address(n), now)).collect();
+        let held: Vec<BegunHandshake> = (1..100).filter_map(|n| all.begin(address(n), now)).collect();
         assert_eq!(all.running.len(), 1 + 16, "each takes the place of another stranger");
         assert!(held.iter().all(|begun| begun.displaced != Some(friend.id)));
-        let friends: Vec<Begun> = (0..100).filter_map(|_| all.begin(address(0), now)).collect();
+        let friends: Vec<BegunHandshake> = (0..100).filter_map(|_| all.begin(address(0), now)).collect();
         assert_eq!(all.running.len(), 16 + 16);
         for begun in held.into_iter().chain(friends).chain([friend]) {
             all.end(begun, HandshakeOutcome::Authenticated, now);
@@ -327,7 +327,7 @@ mod tests {
     fn a_handshake_takes_the_place_of_the_oldest_of_its_address() {
         let (mut all, now) = (TlsHandshakes::new(16, 4), Instant::now());
         let begin = |all: &mut TlsHandshakes| all.begin(address(1), now).unwrap();
-        let silent: Vec<Begun> = (0..4).map(|_| begin(&mut all)).collect();
+        let silent: Vec<BegunHandshake> = (0..4).map(|_| begin(&mut all)).collect();
         let controller = begin(&mut all);
         assert_eq!(controller.displaced, Some(silent[0].id));
         all.hear(controller);
@@ -337,7 +337,7 @@ mod tests {
         }
         assert!(all.keep(controller) && !all.keep(silent[0]));
         // Nothing takes the place of a client that has authenticated, and waits for the server.
-        let talking: Vec<Begun> = (0..3).map(|_| begin(&mut all)).collect();
+        let talking: Vec<BegunHandshake> = (0..3).map(|_| begin(&mut all)).collect();
         talking.iter().for_each(|one| assert!(all.keep(*one)));
         assert_eq!(all.begin(address(1), now), None);
         all.end(controller, HandshakeOutcome::Authenticated, now);
@@ -351,7 +351,7 @@ mod tests {
     /// and stay; their failures are not counted. Returns the share of the tries that succeed, in percent.
     fn flood(all: &mut TlsHandshakes, floods: &[IpAddr], every: Duration, takes: Duration) -> u32 {
         let (mut now, mut random) = (Instant::now(), 1_u64);
-        let (mut tries, mut done, mut trying) = (0, 0, None::<(Begun, Instant)>);
+        let (mut tries, mut done, mut trying) = (0, 0, None::<(BegunHandshake, Instant)>);
         for from in floods.iter().cycle().take(20_000) {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             now += every * u32::try_from((random >> 33) % 201).unwrap() / 100;
@@ -396,7 +396,7 @@ mod tests {
     fn young_handshakes_keep_their_places_and_silent_ones_do_not() {
         let (mut all, now) = (TlsHandshakes::new(16, 4), Instant::now());
         let begin = |all: &mut TlsHandshakes, at| all.begin(address(1), at);
-        let talking: Vec<Begun> = (0..3).filter_map(|_| begin(&mut all, now)).collect();
+        let talking: Vec<BegunHandshake> = (0..3).filter_map(|_| begin(&mut all, now)).collect();
         talking.iter().for_each(|one| all.hear(*one));
         let silent = begin(&mut all, now).unwrap();
         let next = begin(&mut all, now).unwrap();
@@ -422,7 +422,7 @@ mod tests {
     #[test]
     fn one_address_holds_few_handshakes_and_many_addresses_are_forgotten() {
         let (mut all, now) = (TlsHandshakes::new(16, 4), Instant::now());
-        let held: Vec<Begun> = (0..100).filter_map(|_| all.begin(address(1), now)).collect();
+        let held: Vec<BegunHandshake> = (0..100).filter_map(|_| all.begin(address(1), now)).collect();
         assert_eq!((held.len(), all.running.len()), (100, 4));
         for n in 2..5000 {
             let begun = all.begin(address(n), now).unwrap();
@@ -444,7 +444,7 @@ mod tests {
     fn addresses_of_one_network_count_together() {
         let (mut all, now) = (TlsHandshakes::new(16, 2), Instant::now());
         let mut begin = |text: &str| all.begin(text.parse().unwrap(), now);
-        let displaced = |begun: Option<Begun>| begun.and_then(|begun| begun.displaced);
+        let displaced = |begun: Option<BegunHandshake>| begun.and_then(|begun| begun.displaced);
         let first = begin("fd00::1").unwrap();
         assert_eq!(displaced(begin("fd00::2")), None);
         assert_eq!(displaced(begin("fd00::3")), Some(first.id), "the same /64");

@@ -18,7 +18,7 @@ use crate::certificate::Certificate;
 use crate::certificate_check::{CertificateCheck, CheckedConnection, Limit, TlsPeer};
 use crate::connection_slots::{CertifiedConnection, Sources, UncertifiedSlot, lock};
 use crate::credentials::{ClientAuth, Credentials};
-use crate::handshakes::{Begun, HandshakeOutcome, TlsHandshakes};
+use crate::handshakes::{BegunHandshake, HandshakeOutcome, TlsHandshakes};
 use crate::trust::Usage;
 
 /// Connections that wait for the server.
@@ -115,7 +115,7 @@ async fn accept(listener: TcpListener, door: Arc<Door>, ready: AcceptedSender) {
                     door.log(address, &"too many handshakes, all of them young, or too many that failed");
                     continue;
                 };
-                let Begun { id, displaced, .. } = shaking.begun;
+                let BegunHandshake { id, displaced, .. } = shaking.begun;
                 if let Some(handle) = displaced.and_then(|displaced| handles.remove(&displaced)) {
                     handle.abort();
                     door.log(address, &"a newer handshake has taken the place of one that waited");
@@ -220,7 +220,7 @@ impl Door {
 /// A handshake in progress, which ends when this is dropped.
 struct Shaking {
     handshakes: Arc<Mutex<TlsHandshakes>>,
-    begun: Begun,
+    begun: BegunHandshake,
     outcome: HandshakeOutcome,
 }
 
