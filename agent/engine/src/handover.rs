@@ -39,13 +39,13 @@ const KEEP_LIMIT: Duration = Duration::from_secs(2);
 
 /// The name of a socket while the service manager keeps it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Name {
+struct SocketName {
     /// The generation of the process that has handed the socket over.
     generation: Generation,
     queue: u16,
 }
 
-impl fmt::Display for Name {
+impl fmt::Display for SocketName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Generation { attach, restart, nonce } = self.generation;
         write!(f, "nbd-{attach}-{restart}-{}", self.queue)?;
@@ -53,10 +53,10 @@ impl fmt::Display for Name {
     }
 }
 
-impl FromStr for Name {
+impl FromStr for SocketName {
     type Err = ();
 
-    fn from_str(text: &str) -> Result<Name, ()> {
+    fn from_str(text: &str) -> Result<SocketName, ()> {
         let mut numbers = text.strip_prefix("nbd-").ok_or(())?.split('-');
         let mut next = || numbers.next().ok_or(());
         let attach = next()?.parse().map_err(drop)?;
@@ -66,7 +66,7 @@ impl FromStr for Name {
         if queue >= MAX_QUEUES {
             return Err(());
         }
-        let name = Name { generation: Generation::new(attach, restart).of_nonce(nonce), queue };
+        let name = SocketName { generation: Generation::new(attach, restart).of_nonce(nonce), queue };
         // One way to write it: a name that is written otherwise is not ours.
         if name.to_string() == text { Ok(name) } else { Err(()) }
     }
@@ -93,7 +93,7 @@ pub fn take_over(predecessor: Option<Generation>) -> Vec<QueueSocket> {
 fn choose(passed: Vec<(OwnedFd, String)>, predecessor: Option<Generation>) -> Vec<QueueSocket> {
     let mut sockets: Vec<QueueSocket> = Vec::new();
     for (socket, text) in passed {
-        let name = text.parse().ok().filter(|name: &Name| Some(name.generation) == predecessor);
+        let name = text.parse().ok().filter(|name: &SocketName| Some(name.generation) == predecessor);
         match name {
             Some(name) if sockets.iter().all(|other| other.queue != name.queue) => {
                 sockets.push(QueueSocket { queue: name.queue, socket });
@@ -142,7 +142,7 @@ pub fn hand_over(generation: Generation, sockets: Vec<QueueSocket>) {
     }
     let count = sockets.len();
     let kept = sockets.iter().try_for_each(|QueueSocket { queue, socket }| {
-        let name = Name { generation, queue: *queue }.to_string();
+        let name = SocketName { generation, queue: *queue }.to_string();
         sd_notify::notify_with_fds(&[NotifyState::FdStore, NotifyState::FdName(&name)], &[socket.as_fd()])
     });
     // The service manager may not know the process of a late message any more.
@@ -224,13 +224,13 @@ mod tests {
         #[test]
         fn socket_names_read_back(attach: u64, restart: u32, nonce: u64, queue in 0..MAX_QUEUES) {
             let generation = Generation::new(attach, restart).of_nonce(nonce);
-            let name = Name { generation, queue };
+            let name = SocketName { generation, queue };
             prop_assert_eq!(name.to_string().parse(), Ok(name));
         }
 
         #[test]
         fn other_texts_are_not_names_of_sockets(text in "(nbd-)?[-+0-9a-fA-F]{0,12}") {
-            if let Ok(name) = text.parse::<Name>() {
+            if let Ok(name) = text.parse::<SocketName>() {
                 prop_assert_eq!(name.to_string(), text);
             }
         }

@@ -186,14 +186,14 @@ impl CsiDriver {
         let csi = self.inherited.csi_at(&paths.csi).map_or_else(|| Socket::bind(&paths.csi), Ok);
         let csi = csi.with_context(|| paths.csi.display().to_string())?;
         let (listener, csi) = csi.split();
-        let _csi = Serving::start(self.csi(root), listener, stopping);
+        let _csi = ServingTask::start(self.csi(root), listener, stopping);
         let registration = self.inherited.registration_at(&paths.registration);
         let registration = registration.map_or_else(|| Socket::bind(&paths.registration), Ok);
         let registration = registration.with_context(|| paths.registration.display().to_string())?;
         let (listener, registration) = registration.split();
         let service =
             RegistrationService::new(DRIVER_NAME, &paths.csi, Arc::clone(&self.state.registered)).server();
-        let _registration = Serving::start(server().add_service(service), listener, stopping);
+        let _registration = ServingTask::start(server().add_service(service), listener, stopping);
         tracing::info!(
             csi = %paths.csi.display(),
             registration = %paths.registration.display(),
@@ -270,13 +270,13 @@ struct Stopping {
 }
 
 /// A server that ends when this is dropped; when the agent stops, after the calls that are under way.
-struct Serving {
+struct ServingTask {
     task: JoinHandle<()>,
     stopping: channel::Receiver<bool>,
 }
 
-impl Serving {
-    fn start(router: Router, listener: UnixListener, stopping: &Stopping) -> Serving {
+impl ServingTask {
+    fn start(router: Router, listener: UnixListener, stopping: &Stopping) -> ServingTask {
         let Stopping { stopping, alive } = stopping.clone();
         let mut stop = stopping.clone();
         let stopped = async move {
@@ -289,11 +289,11 @@ impl Serving {
                 tracing::error!("a CSI socket is no longer served: {error}");
             }
         });
-        Serving { task, stopping }
+        ServingTask { task, stopping }
     }
 }
 
-impl Drop for Serving {
+impl Drop for ServingTask {
     fn drop(&mut self) {
         if !*self.stopping.borrow() {
             self.task.abort();

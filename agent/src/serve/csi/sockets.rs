@@ -61,18 +61,18 @@ impl Inherited {
 #[derive(Debug)]
 pub struct Socket {
     listener: UnixListener,
-    name: Name,
+    name: SocketFile,
 }
 
 #[derive(Debug)]
-pub struct Name {
+pub struct SocketFile {
     path: PathBuf,
     file: (u64, u64),
 }
 
-impl Name {
-    fn of(path: &Path) -> io::Result<Name> {
-        Ok(Name { path: path.to_owned(), file: file_at(path)? })
+impl SocketFile {
+    fn of(path: &Path) -> io::Result<SocketFile> {
+        Ok(SocketFile { path: path.to_owned(), file: file_at(path)? })
     }
 
     /// Returns true if the name still leads to the socket.
@@ -107,7 +107,7 @@ impl Socket {
         let listener = UnixListener::bind(&new)?;
         fs::set_permissions(&new, fs::Permissions::from_mode(0o600))?;
         fs::rename(&new, path)?;
-        Ok(Socket { listener, name: Name::of(path)? })
+        Ok(Socket { listener, name: SocketFile::of(path)? })
     }
 
     /// Listens on a socket of systemd's, unless that is elsewhere, or its name is gone.
@@ -121,13 +121,13 @@ impl Socket {
             );
             return None;
         }
-        let name = Name::of(path).ok()?;
+        let name = SocketFile::of(path).ok()?;
         let listener = UnixListener::from_std(listener.try_clone().ok()?).ok()?;
         Some(Socket { listener, name })
     }
 
     /// Returns the listener, and its name to watch over.
-    pub fn split(self) -> (UnixListener, Name) {
+    pub fn split(self) -> (UnixListener, SocketFile) {
         (self.listener, self.name)
     }
 }
