@@ -16,4 +16,4 @@ mod server;
 
 pub use address::{MetricsListen, MetricsListenError};
 pub use page::{Counters, Gauges, Histograms, MetricsPage, Seconds};
-pub use server::{MetricsError, MetricsSource, Serving, start};
+pub use server::{MetricsError, MetricsServer, MetricsSource, start};

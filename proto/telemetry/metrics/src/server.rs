@@ -61,9 +61,9 @@ pub struct MetricsError(SocketAddr, io::Error);
 
 /// Metrics and health are served until this is dropped.
 #[derive(Debug)]
-pub struct Serving(JoinHandle<()>);
+pub struct MetricsServer(JoinHandle<()>);
 
-impl Drop for Serving {
+impl Drop for MetricsServer {
     fn drop(&mut self) {
         self.0.abort();
     }
@@ -78,13 +78,13 @@ pub async fn start(
     listen: MetricsListen,
     default: MetricsListen,
     source: Arc<dyn MetricsSource>,
-) -> Result<Option<Serving>, MetricsError> {
+) -> Result<Option<MetricsServer>, MetricsError> {
     let MetricsListen::At(address) = listen else { return Ok(None) };
     let bound = TcpListener::bind(address).await.and_then(|listener| Ok((listener.local_addr()?, listener)));
     match bound {
         Ok((address, listener)) => {
             tracing::info!(%address, "metrics and health are served");
-            Ok(Some(Serving(tokio::spawn(serve(listener, source)))))
+            Ok(Some(MetricsServer(tokio::spawn(serve(listener, source)))))
         }
         Err(error) if listen != default => Err(MetricsError(address, error)),
         Err(error) => {
@@ -98,14 +98,14 @@ pub async fn start(
     }
 }
 
-struct MetricsInputs {
+struct ServedMetrics {
     source: Arc<dyn MetricsSource>,
     /// The lock for making pages one at a time.
     making: Mutex<()>,
 }
 
 async fn serve(listener: TcpListener, source: Arc<dyn MetricsSource>) {
-    let shown = Arc::new(MetricsInputs { source, making: Mutex::new(()) });
+    let shown = Arc::new(ServedMetrics { source, making: Mutex::new(()) });
     let free = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
         // It is never closed.
@@ -126,7 +126,7 @@ async fn serve(listener: TcpListener, source: Arc<dyn MetricsSource>) {
     }
 }
 
-async fn answer(stream: TcpStream, shown: Arc<MetricsInputs>) {
+async fn answer(stream: TcpStream, shown: Arc<ServedMetrics>) {
     let service = service_fn(move |request: Request<Incoming>| {
         let shown = Arc::clone(&shown);
         async move {
@@ -146,7 +146,7 @@ async fn answer(stream: TcpStream, shown: Arc<MetricsInputs>) {
     }
 }
 
-async fn respond(method: &Method, path: &str, shown: &MetricsInputs) -> Response<Full<Bytes>> {
+async fn respond(method: &Method, path: &str, shown: &ServedMetrics) -> Response<Full<Bytes>> {
     if method != Method::GET && method != Method::HEAD {
         let mut refused =
             response(StatusCode::METHOD_NOT_ALLOWED, TEXT, "only GET and HEAD are served\n".into());
