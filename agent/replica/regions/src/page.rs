@@ -37,7 +37,7 @@ const FORMAT: u32 = 1;
 /// The largest version of a page. No set is written as often, and a larger one would leave no next number.
 const VERSION_MAX: u64 = u64::MAX / 2;
 
-pub(crate) type Bits = [u64; PAGE_WORDS];
+pub(crate) type PageBits = [u64; PAGE_WORDS];
 
 /// The variable fields of the header of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +56,7 @@ pub(crate) struct PageHeader {
 pub(crate) struct PageContent {
     pub version: u64,
     pub stamp: u32,
-    pub bits: Bits,
+    pub bits: PageBits,
 }
 
 /// The reason why bytes are not the expected page.
@@ -77,7 +77,7 @@ pub enum PageDamage {
 }
 
 impl PageHeader {
-    pub fn encode(&self, bits: &Bits, out: &mut [u8; PAGE_BYTES]) {
+    pub fn encode(&self, bits: &PageBits, out: &mut [u8; PAGE_BYTES]) {
         out[..HEADER_BYTES].fill(0);
         out[0..8].copy_from_slice(MAGIC);
         out[8..12].copy_from_slice(&FORMAT.to_le_bytes());

@@ -5,7 +5,7 @@ use std::ops::Range;
 use shorthorn_types::{RegionSet, Regions};
 
 use crate::page::{
-    Bits, PAGE_BYTES, PAGE_WORDS, PageContent, PageDamage, PageHeader, REGIONS_PER_PAGE, made_for,
+    PAGE_BYTES, PAGE_WORDS, PageBits, PageContent, PageDamage, PageHeader, REGIONS_PER_PAGE, made_for,
 };
 
 /// Most pages of one set: a mask of them fits a word.
@@ -19,9 +19,9 @@ const _: () =
 #[derive(Clone, Debug)]
 struct SetPage {
     /// The set as it is.
-    wanted: Bits,
+    wanted: PageBits,
     /// Regions that are surely on the disk after a crash, whatever the result of a running write.
-    durable: Bits,
+    durable: PageBits,
     /// Number of the newest write that has ended well; see [`PagedSet::begin_write`].
     written: u64,
 }
@@ -244,7 +244,7 @@ impl PagedSet {
 
     /// Begins to write page `number` in its current state, as write number `write`. Until the write has ended
     /// the disk may hold either page, so only the regions in both are surely there.
-    pub fn begin_write(&mut self, number: usize, image: &mut [u8; PAGE_BYTES], bits: &mut Bits) {
+    pub fn begin_write(&mut self, number: usize, image: &mut [u8; PAGE_BYTES], bits: &mut PageBits) {
         debug_assert_eq!(self.writing & 1 << number, 0, "a page is written once at a time");
         self.version += 1;
         self.due &= !(1 << number);
@@ -260,7 +260,7 @@ impl PagedSet {
     }
 
     /// Ends the write of page `number` with `bits`, well or not.
-    pub fn end_write(&mut self, number: usize, bits: &Bits, write: u64, well: bool) {
+    pub fn end_write(&mut self, number: usize, bits: &PageBits, write: u64, well: bool) {
         self.writing &= !(1 << number);
         if well {
             self.pages[number].durable = *bits;

@@ -13,7 +13,7 @@ use thiserror::Error;
 
 pub use self::growth::GrownSets;
 pub use self::runs::RunsPage;
-use crate::page::{Bits, PAGE_BYTES, PAGE_WORDS, PageDamage};
+use crate::page::{PAGE_BYTES, PAGE_WORDS, PageBits, PageDamage};
 use crate::set::{PagedSet, SetIdentity};
 use crate::set_key::SetKey;
 use crate::unsummed::Unsummed;
@@ -131,7 +131,7 @@ struct Writing {
     /// The set and page that are being written; none if the slot is free.
     what: Option<(u64, usize)>,
     number: u64,
-    bits: Bits,
+    bits: PageBits,
     image: [u8; PAGE_BYTES],
 }
 
