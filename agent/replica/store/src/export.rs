@@ -61,8 +61,8 @@ pub fn export(
 ) -> Result<ExportedVolume> {
     let directory = Directory::open(path.as_ref())?;
     let lock = Lock::shared(&directory)?;
-    let mut volume = Volume::open(&directory, snapshot)?;
-    let mut output = Output::open(target, &directory, volume.size_bytes)?;
+    let mut volume = LayeredVolume::open(&directory, snapshot)?;
+    let mut output = ImageOutput::open(target, &directory, volume.size_bytes)?;
     let mut buffer = AlignedBuffer::new(CHUNK_BYTES);
     let mut extents = Vec::new();
     let mut done = 0;
@@ -87,7 +87,7 @@ pub fn export(
 }
 
 /// A chain of layers, to read.
-struct Volume {
+struct LayeredVolume {
     size_bytes: u64,
     was_dirty: bool,
     files: Files,
@@ -95,8 +95,8 @@ struct Volume {
     segments: Vec<ReadSegment>,
 }
 
-impl Volume {
-    fn open(directory: &Directory, snapshot: Option<&str>) -> Result<Volume> {
+impl LayeredVolume {
+    fn open(directory: &Directory, snapshot: Option<&str>) -> Result<LayeredVolume> {
         let host = HostFileSystem::probe(directory, true)?;
         let epoch_record = EpochRecord::load(directory)?;
         let known_sizes =
@@ -109,7 +109,7 @@ impl Volume {
         let size_bytes = layout.disks()[&chain[0]].size_bytes;
         let (files, indices) = Files::open_chain(directory, &chain, host.direct_io, Writable::None)?;
         let map = BlockMap::new(size_bytes, indices, false);
-        Ok(Volume { size_bytes, was_dirty: layout.volume().dirty, files, map, segments: Vec::new() })
+        Ok(LayeredVolume { size_bytes, was_dirty: layout.volume().dirty, files, map, segments: Vec::new() })
     }
 
     /// Visits the runs of data in a window, with the file that has them.
@@ -151,7 +151,7 @@ fn chain_of(
 }
 
 /// The target of the image. Offsets only rise.
-struct Output {
+struct ImageOutput {
     sink: Sink,
     position: u64,
     data_bytes: u64,
@@ -162,8 +162,8 @@ enum Sink {
     Stream(Box<dyn WriteDebug>),
 }
 
-impl Output {
-    fn open(target: ExportTarget, directory: &Directory, size_bytes: u64) -> Result<Output> {
+impl ImageOutput {
+    fn open(target: ExportTarget, directory: &Directory, size_bytes: u64) -> Result<ImageOutput> {
         let sink = match target {
             ExportTarget::Stream(stream) => Sink::Stream(stream),
             ExportTarget::File(path) => {
@@ -173,7 +173,7 @@ impl Output {
                 Sink::File(path, file)
             }
         };
-        Ok(Output { sink, position: 0, data_bytes: 0 })
+        Ok(ImageOutput { sink, position: 0, data_bytes: 0 })
     }
 
     /// Writes whole blocks; blocks of zeroes stay holes in a file.

@@ -21,7 +21,7 @@ use crate::table::table;
 
 /// The content of a directory. [`fmt::Display`] gives it as text for people.
 #[derive(Clone, Debug, Serialize)]
-pub struct Inspection {
+pub struct DirectoryInspection {
     /// The path of the directory.
     pub directory: String,
     /// True if a store could open it, perhaps after repairs.
@@ -155,8 +155,8 @@ pub enum Severity {
 /// Looks at a replica directory. Works on damaged ones, and beside a process that has it open.
 ///
 /// # Errors
-/// Only if the directory itself cannot be read; all else is in [`Inspection::problems`].
-pub fn inspect(path: impl AsRef<Path>) -> Result<Inspection, StoreError> {
+/// Only if the directory itself cannot be read; all else is in [`DirectoryInspection::problems`].
+pub fn inspect(path: impl AsRef<Path>) -> Result<DirectoryInspection, StoreError> {
     let directory = Directory::open(path.as_ref())?;
     let mut problems = Vec::new();
     let in_use_by = match Lock::shared(&directory) {
@@ -185,7 +185,7 @@ pub fn inspect(path: impl AsRef<Path>) -> Result<Inspection, StoreError> {
     if let Some(volume) = &volume {
         problems.extend(problems_of(volume, in_use_by));
     }
-    let mut inspection = Inspection {
+    let mut inspection = DirectoryInspection {
         directory: directory.path().display().to_string(),
         usable,
         volume: volume.map(inspected_volume),
@@ -331,7 +331,7 @@ fn layer(image: &ImageName, meta: &DiskMeta, size_bytes: u64, in_chain: bool) ->
     }
 }
 
-impl fmt::Display for Inspection {
+impl fmt::Display for DirectoryInspection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.directory)?;
         if let Some(volume) = &self.volume {
@@ -354,7 +354,7 @@ impl fmt::Display for Inspection {
     }
 }
 
-impl Inspection {
+impl DirectoryInspection {
     fn condition(&self, volume: &InspectedVolume) -> String {
         match (self.in_use_by, volume.dirty) {
             (Some(pid), _) => format!("in use by process {pid}"),

@@ -71,7 +71,7 @@ pub use error::StoreError;
 pub use export::{ExportTarget, ExportedVolume, WriteDebug, export};
 pub use info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo};
 pub use inspect::{
-    InspectedLayer, InspectedVolume, Inspection, OwnState, Problem, SavedStatus, Severity, inspect,
+    DirectoryInspection, InspectedLayer, InspectedVolume, OwnState, Problem, SavedStatus, Severity, inspect,
 };
 pub use lost_blocks::{FoundLostBlocks, LOST_BLOCKS_MAX, LostBlock, LostBlocks};
 pub use options::{CreateOptions, Fault, FaultHook, OpenOptions};
