@@ -17,7 +17,7 @@ use shorthorn_types::limits::BLOCK_BYTES;
 
 use crate::extents::{ExtentSource, FileIndex};
 use crate::limits::{WINDOW_BLOCKS, WINDOW_BYTES, memory_limit_bytes};
-use crate::window::{Bits, HeadBlocks, Owner, ParentBlocks, Window, change_bits};
+use crate::window::{Bits, BlockOwner, HeadBlocks, ParentBlocks, Window, change_bits};
 
 /// The least that windows may take together, so that a few can always be known at once.
 const HEAP_FLOOR_BYTES: usize = 64 << 10;
@@ -35,7 +35,7 @@ pub struct BlockMap {
     lowered_limit_bytes: usize,
     /// The hand of the clock that chooses the window to forget.
     hand: usize,
-    scratch: Box<[Owner; WINDOW_BLOCKS]>,
+    scratch: Box<[BlockOwner; WINDOW_BLOCKS]>,
     pub(crate) can_punch: bool,
 }
 
@@ -183,7 +183,7 @@ impl BlockMap {
         &mut self,
         offset: u64,
         source: &mut S,
-    ) -> Result<(Owner, u64), S::Error> {
+    ) -> Result<(BlockOwner, u64), S::Error> {
         let (index, block) = (window_of(offset), block_in_window(offset));
         if self.is_head_only() {
             return Ok((Some(self.head()), offset_of(index, WINDOW_BLOCKS)));
@@ -210,7 +210,7 @@ impl BlockMap {
         &mut self,
         offset: u64,
         source: &mut S,
-    ) -> Result<(Owner, u64), S::Error> {
+    ) -> Result<(BlockOwner, u64), S::Error> {
         let (index, block) = (window_of(offset), block_in_window(offset));
         if self.is_head_only() {
             return Ok((None, offset_of(index, WINDOW_BLOCKS)));
@@ -225,7 +225,7 @@ impl BlockMap {
         index: usize,
         block: usize,
         source: &mut S,
-    ) -> Result<(Owner, usize), S::Error> {
+    ) -> Result<(BlockOwner, usize), S::Error> {
         self.run_in_window(
             index,
             source,
@@ -309,7 +309,7 @@ impl BlockMap {
     }
 
     fn fixed_bytes(&self) -> usize {
-        self.windows.len() * size_of::<Window>() + size_of::<[Owner; WINDOW_BLOCKS]>()
+        self.windows.len() * size_of::<Window>() + size_of::<[BlockOwner; WINDOW_BLOCKS]>()
     }
 
     /// Forgets windows until the memory is within its limit. The hand of a clock passes over `keep` and the

@@ -16,7 +16,7 @@ const EXPANSION_LABEL: &str = "replica-expansion";
 
 /// A layer: an image and its document.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Disk {
+pub struct ChainLayer {
     /// The document.
     pub meta: DiskMeta,
     /// The apparent size of the image.
@@ -29,7 +29,7 @@ pub struct Disk {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Layout {
     pub(crate) volume: VolumeMeta,
-    pub(crate) disks: BTreeMap<ImageName, Disk>,
+    pub(crate) disks: BTreeMap<ImageName, ChainLayer>,
     pub(crate) chain: Vec<ImageName>,
     pub(crate) size_bytes: u64,
 }
@@ -48,7 +48,7 @@ impl Layout {
         let mut disks = BTreeMap::new();
         for (name, image) in images {
             if let Some(meta) = metas.remove(name) {
-                let disk = Disk { meta, size_bytes: image.size_bytes, inode: image.inode };
+                let disk = ChainLayer { meta, size_bytes: image.size_bytes, inode: image.inode };
                 disks.insert(name.clone(), disk);
             }
         }
@@ -92,7 +92,7 @@ impl Layout {
 
     /// Returns all layers, those on side branches too.
     #[must_use]
-    pub fn disks(&self) -> &BTreeMap<ImageName, Disk> {
+    pub fn disks(&self) -> &BTreeMap<ImageName, ChainLayer> {
         &self.disks
     }
 
@@ -127,7 +127,7 @@ impl Layout {
     ///
     /// # Errors
     /// [`ChainError::NoSnapshot`].
-    pub fn snapshot(&self, name: &str) -> Result<(&ImageName, &Disk), ChainError> {
+    pub fn snapshot(&self, name: &str) -> Result<(&ImageName, &ChainLayer), ChainError> {
         self.disks
             .iter()
             .find(|(image, _)| image.snapshot_name() == Some(name))
@@ -223,7 +223,7 @@ impl Layout {
 }
 
 /// Returns true if a layer is the snapshot that an expansion by Longhorn to `size_bytes` left.
-fn is_expansion(image: &ImageName, disk: &Disk, size_bytes: u64) -> bool {
+fn is_expansion(image: &ImageName, disk: &ChainLayer, size_bytes: u64) -> bool {
     let label = disk.meta.labels.as_ref().and_then(|labels| labels.get(EXPANSION_LABEL));
     label.is_some_and(|label| *label == size_bytes.to_string())
         || image.snapshot_name() == Some(format!("expand-{size_bytes}").as_str())
@@ -306,7 +306,10 @@ fn follow(
 }
 
 /// Returns the same among layers that are known to be whole.
-fn follow_disks(start: &ImageName, disks: &BTreeMap<ImageName, Disk>) -> Result<Vec<ImageName>, ChainError> {
+fn follow_disks(
+    start: &ImageName,
+    disks: &BTreeMap<ImageName, ChainLayer>,
+) -> Result<Vec<ImageName>, ChainError> {
     let mut images = BTreeMap::new();
     let mut metas = BTreeMap::new();
     for (name, disk) in disks {

@@ -43,13 +43,13 @@ pub use error::ChainError;
 pub use extents::{ExtentSource, FileIndex};
 pub use facts::{DirectoryFacts, ImageFacts, MetaFacts};
 pub use intent::{FileRef, OperationIntent};
-pub use layout::{Disk, Layout};
+pub use layout::{ChainLayer, Layout};
 pub use limits::{MAX_LAYERS, WINDOW_BYTES, memory_limit_bytes};
 pub use names::{
     CHECKSUM_SUFFIX, DirectoryEntry, INTENT_FILE, ImageName, META_SUFFIX, OWN_PREFIX, REVISION_FILE,
     SnapshotName, TEMP_SUFFIX, VOLUME_META, classify, temp_name,
 };
-pub use operation::{FoldPlan, NewSnapshot, Operation, create_steps};
+pub use operation::{DirectoryOperation, FoldPlan, NewSnapshot, create_steps};
 pub use plan::{BlockSource, EdgeBlock, PlanError, ReadSegment, WritePlan, ZeroStep};
 pub use recovery::{Recovery, recover};
 pub use shorthorn_types::{ByteRange, RangeError};

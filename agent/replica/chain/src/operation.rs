@@ -9,14 +9,14 @@ use std::collections::BTreeMap;
 use crate::document::{DiskMeta, VolumeMeta};
 use crate::error::ChainError;
 use crate::intent::{FileRef, OperationIntent};
-use crate::layout::{Disk, Layout, check_size};
+use crate::layout::{ChainLayer, Layout, check_size};
 use crate::limits::MAX_LAYERS;
 use crate::names::{INTENT_FILE, ImageName, SnapshotName, VOLUME_META};
 use crate::step::{FileStep, document_steps};
 
 /// An operation and the layout of the directory after it.
 #[derive(Clone, Debug)]
-pub struct Operation {
+pub struct DirectoryOperation {
     /// The steps to execute, in order.
     pub steps: Vec<FileStep>,
     /// The layout when all is done. Images made on the way have inode 0 in it.
@@ -27,7 +27,7 @@ pub struct Operation {
 #[derive(Clone, Debug)]
 pub enum FoldPlan {
     /// No layer builds on the snapshot: it is deleted.
-    Delete(Operation),
+    Delete(DirectoryOperation),
     /// Exactly one layer builds on the snapshot: that layer is folded into it, and it takes that layer's
     /// name.
     Fold {
@@ -38,7 +38,7 @@ pub enum FoldPlan {
         /// Copies the data. Repeatable, and invisible to all readers.
         copy: Vec<FileStep>,
         /// Takes over, after the copy.
-        finish: Operation,
+        finish: DirectoryOperation,
     },
 }
 
@@ -59,7 +59,7 @@ pub struct NewSnapshot {
 ///
 /// # Errors
 /// [`ChainError::BadSize`].
-pub fn create_steps(size_bytes: u64, created: &str) -> Result<Operation, ChainError> {
+pub fn create_steps(size_bytes: u64, created: &str) -> Result<DirectoryOperation, ChainError> {
     let size = check_size(size_bytes)?;
     let head = ImageName::head(0);
     let meta = DiskMeta { name: head.to_string(), created: created.to_owned(), ..DiskMeta::default() };
@@ -69,8 +69,8 @@ pub fn create_steps(size_bytes: u64, created: &str) -> Result<Operation, ChainEr
     steps.push(FileStep::SyncDirectory);
     steps.extend(document_steps(VOLUME_META, volume.to_bytes()));
     steps.push(FileStep::SyncDirectory);
-    let disks = BTreeMap::from([(head.clone(), Disk { meta, size_bytes, inode: 0 })]);
-    Ok(Operation { steps, after: Layout { volume, disks, chain: vec![head], size_bytes } })
+    let disks = BTreeMap::from([(head.clone(), ChainLayer { meta, size_bytes, inode: 0 })]);
+    Ok(DirectoryOperation { steps, after: Layout { volume, disks, chain: vec![head], size_bytes } })
 }
 
 impl Layout {
@@ -86,7 +86,7 @@ impl Layout {
     ///
     /// # Errors
     /// The name is taken, or the chain would be too long.
-    pub fn plan_snapshot(&self, snapshot: NewSnapshot) -> Result<Operation, ChainError> {
+    pub fn plan_snapshot(&self, snapshot: NewSnapshot) -> Result<DirectoryOperation, ChainError> {
         self.put_head_above(snapshot)
     }
 
@@ -96,7 +96,7 @@ impl Layout {
     ///
     /// # Errors
     /// The size is smaller, or not valid for a volume.
-    pub fn plan_expand(&self, size_bytes: u64) -> Result<Operation, ChainError> {
+    pub fn plan_expand(&self, size_bytes: u64) -> Result<DirectoryOperation, ChainError> {
         let size = check_size(size_bytes)?;
         if size_bytes <= self.size_bytes {
             return Err(ChainError::Shrink { size_bytes: self.size_bytes, wanted_bytes: size_bytes });
@@ -114,10 +114,10 @@ impl Layout {
         steps.extend(expand_steps(&head, size_bytes, disk.meta.to_bytes()));
         steps.extend(after.volume_steps());
         steps.extend(remove_intent());
-        Ok(Operation { steps, after })
+        Ok(DirectoryOperation { steps, after })
     }
 
-    fn put_head_above(&self, new: NewSnapshot) -> Result<Operation, ChainError> {
+    fn put_head_above(&self, new: NewSnapshot) -> Result<DirectoryOperation, ChainError> {
         let size_bytes = self.size_bytes;
         let snapshot = ImageName::snapshot(&new.name);
         if self.disks.contains_key(&snapshot) {
@@ -159,14 +159,14 @@ impl Layout {
         steps.extend(after.volume_steps());
         steps.extend(unlink_image(&old));
         steps.extend(remove_intent());
-        Ok(Operation { steps, after })
+        Ok(DirectoryOperation { steps, after })
     }
 
     /// Plans to drop the head and continue from a snapshot.
     ///
     /// # Errors
     /// The snapshot does not exist, or is removed, or its chain is broken.
-    pub fn plan_revert(&self, name: &str, created: &str) -> Result<Operation, ChainError> {
+    pub fn plan_revert(&self, name: &str, created: &str) -> Result<DirectoryOperation, ChainError> {
         // Its layers have been checked when the directory was opened, or were made since.
         let accept = crate::checks::Checks { accept_short_layers: true, ..Default::default() };
         let mut chain = self.chain_of_snapshot(name, &accept)?;
@@ -191,21 +191,21 @@ impl Layout {
         steps.extend(after.volume_steps());
         steps.extend(unlink_image(&old));
         steps.extend(remove_intent());
-        Ok(Operation { steps, after })
+        Ok(DirectoryOperation { steps, after })
     }
 
     /// Plans to mark a snapshot as removed. [`Layout::plan_fold`] deletes its data.
     ///
     /// # Errors
     /// [`ChainError::NoSnapshot`].
-    pub fn plan_remove(&self, name: &str) -> Result<Operation, ChainError> {
+    pub fn plan_remove(&self, name: &str) -> Result<DirectoryOperation, ChainError> {
         let image = self.snapshot(name)?.0.clone();
         let mut after = self.clone();
         let disk = after.disks.get_mut(&image).ok_or_else(|| missing(&image))?;
         disk.meta.removed = true;
         let mut steps = document_steps(&image.meta_name(), disk.meta.to_bytes());
         steps.push(FileStep::SyncDirectory);
-        Ok(Operation { steps, after })
+        Ok(DirectoryOperation { steps, after })
     }
 
     /// Plans to mark these snapshots as ones that may lack data since a salvage. A copy of another snapshot
@@ -213,7 +213,11 @@ impl Layout {
     ///
     /// # Errors
     /// An image that is not a layer.
-    pub fn plan_salvaged(&self, images: &[ImageName], salvage: &str) -> Result<Operation, ChainError> {
+    pub fn plan_salvaged(
+        &self,
+        images: &[ImageName],
+        salvage: &str,
+    ) -> Result<DirectoryOperation, ChainError> {
         let mut after = self.clone();
         let mut steps = Vec::new();
         for image in images {
@@ -222,7 +226,7 @@ impl Layout {
             steps.extend(document_steps(&image.meta_name(), disk.meta.to_bytes()));
         }
         steps.push(FileStep::SyncDirectory);
-        Ok(Operation { steps, after })
+        Ok(DirectoryOperation { steps, after })
     }
 
     /// Plans the deletion of a removed snapshot, by a fold if a layer builds on it.
@@ -242,7 +246,7 @@ impl Layout {
         }
     }
 
-    fn delete(&self, image: &ImageName, disk: &Disk) -> Operation {
+    fn delete(&self, image: &ImageName, disk: &ChainLayer) -> DirectoryOperation {
         let intent =
             OperationIntent::Delete { image: FileRef { name: image.to_string(), inode: disk.inode } };
         let mut steps = record_intent(&intent);
@@ -251,10 +255,10 @@ impl Layout {
         steps.extend(remove_intent());
         let mut after = self.clone();
         after.disks.remove(image);
-        Operation { steps, after }
+        DirectoryOperation { steps, after }
     }
 
-    fn fold(&self, parent: &ImageName, disk: &Disk, child: &ImageName) -> Result<FoldPlan, ChainError> {
+    fn fold(&self, parent: &ImageName, disk: &ChainLayer, child: &ImageName) -> Result<FoldPlan, ChainError> {
         let upper = self.disks.get(child).ok_or_else(|| missing(child))?;
         let size_bytes = upper.size_bytes.max(disk.size_bytes);
         let copy = vec![
@@ -295,7 +299,7 @@ impl Layout {
             child: child.clone(),
             parent: parent.clone(),
             copy,
-            finish: Operation { steps, after },
+            finish: DirectoryOperation { steps, after },
         })
     }
 
@@ -320,7 +324,7 @@ impl Layout {
         let below = ImageName::parse(parent).and_then(|below| self.disks.get(&below));
         meta.set_bytes_below(size_bytes, below.map(|disk| disk.size_bytes));
         let bytes = meta.to_bytes();
-        self.disks.insert(head.clone(), Disk { meta, size_bytes, inode: 0 });
+        self.disks.insert(head.clone(), ChainLayer { meta, size_bytes, inode: 0 });
         self.volume.head = head.to_string();
         parent.clone_into(&mut self.volume.parent);
         self.volume.size = check_size(size_bytes)?;

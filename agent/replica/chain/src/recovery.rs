@@ -38,7 +38,7 @@ pub fn recover(facts: DirectoryFacts, checks: &Checks) -> Result<Recovery, Chain
     let volume = VolumeMeta::parse(facts.volume_meta.as_deref().ok_or(ChainError::NoVolumeMeta)?)?;
     let head = head_of(&volume)?;
     let intent = facts.intent.as_deref().map(OperationIntent::parse).transpose()?;
-    let mut work = Work {
+    let mut work = RepairWork {
         head,
         volume,
         images: facts.images,
@@ -65,7 +65,7 @@ pub fn recover(facts: DirectoryFacts, checks: &Checks) -> Result<Recovery, Chain
 }
 
 /// The directory during its repair.
-struct Work {
+struct RepairWork {
     volume: VolumeMeta,
     head: ImageName,
     images: BTreeMap<ImageName, ImageFacts>,
@@ -74,7 +74,7 @@ struct Work {
     messages: Vec<String>,
 }
 
-impl Work {
+impl RepairWork {
     fn finish(mut self, checks: &Checks) -> Result<Recovery, ChainError> {
         let mut metas = BTreeMap::new();
         for (image, meta) in &self.metas {

@@ -12,7 +12,7 @@ const WORD_BITS: usize = 64;
 pub(crate) type Bits = [u64; WINDOW_BLOCKS / WORD_BITS];
 
 /// The topmost file that holds a block, if any does.
-pub(crate) type Owner = Option<FileIndex>;
+pub(crate) type BlockOwner = Option<FileIndex>;
 
 /// The approximate overhead of the allocator for each allocation, in bytes.
 const ALLOCATION_BYTES: usize = 16;
@@ -33,16 +33,16 @@ pub(crate) enum HeadBlocks {
 pub(crate) enum ParentBlocks {
     #[default]
     Unknown,
-    Uniform(Owner),
+    Uniform(BlockOwner),
     Runs(Box<[BlockRun]>),
-    Dense(Box<[Owner; WINDOW_BLOCKS]>),
+    Dense(Box<[BlockOwner; WINDOW_BLOCKS]>),
 }
 
 /// A run of blocks with one owner; it ends where the next begins.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct BlockRun {
     start: u16,
-    owner: Owner,
+    owner: BlockOwner,
 }
 
 #[derive(Debug, Default)]
@@ -69,7 +69,7 @@ impl Window {
     }
 
     /// Makes the head a layer below a new, empty head.
-    pub fn push_head(&mut self, old_head: FileIndex, scratch: &mut [Owner; WINDOW_BLOCKS]) {
+    pub fn push_head(&mut self, old_head: FileIndex, scratch: &mut [BlockOwner; WINDOW_BLOCKS]) {
         let head = std::mem::replace(&mut self.head, HeadBlocks::Absent);
         match head {
             HeadBlocks::Absent => {}
@@ -160,12 +160,12 @@ impl HeadBlocks {
 }
 
 impl ParentBlocks {
-    pub fn compress(owners: &[Owner; WINDOW_BLOCKS]) -> ParentBlocks {
+    pub fn compress(owners: &[BlockOwner; WINDOW_BLOCKS]) -> ParentBlocks {
         let starts = || (0..WINDOW_BLOCKS).filter(|&block| block == 0 || owners[block] != owners[block - 1]);
         let runs = starts().count();
         if runs == 1 {
             ParentBlocks::Uniform(owners[0])
-        } else if runs * size_of::<BlockRun>() < size_of::<[Owner; WINDOW_BLOCKS]>() {
+        } else if runs * size_of::<BlockRun>() < size_of::<[BlockOwner; WINDOW_BLOCKS]>() {
             // A block's number within its window fits 16 bits.
             #[allow(clippy::cast_possible_truncation)]
             let run = |block: usize| BlockRun { start: block as u16, owner: owners[block] };
@@ -179,13 +179,13 @@ impl ParentBlocks {
         match self {
             ParentBlocks::Unknown | ParentBlocks::Uniform(_) => 0,
             ParentBlocks::Runs(runs) => runs.len() * size_of::<BlockRun>() + ALLOCATION_BYTES,
-            ParentBlocks::Dense(_) => size_of::<[Owner; WINDOW_BLOCKS]>() + ALLOCATION_BYTES,
+            ParentBlocks::Dense(_) => size_of::<[BlockOwner; WINDOW_BLOCKS]>() + ALLOCATION_BYTES,
         }
     }
 
     /// Returns the file that holds `block`, and the end of the run of blocks with that owner. `None`: not
     /// known.
-    pub fn run_at(&self, block: usize) -> Option<(Owner, usize)> {
+    pub fn run_at(&self, block: usize) -> Option<(BlockOwner, usize)> {
         match self {
             ParentBlocks::Unknown => None,
             ParentBlocks::Uniform(owner) => Some((*owner, WINDOW_BLOCKS)),
@@ -204,7 +204,7 @@ impl ParentBlocks {
 
     /// Puts `new` in place of `old` wherever that is the owner.
     pub fn replace(&mut self, old: FileIndex, new: FileIndex) {
-        let change = |owner: &mut Owner| {
+        let change = |owner: &mut BlockOwner| {
             if *owner == Some(old) {
                 *owner = Some(new);
             }
@@ -271,7 +271,7 @@ mod tests {
     #[test]
     fn a_window_takes_little_space() {
         assert!(size_of::<Window>() <= 48, "{}", size_of::<Window>());
-        assert_eq!(size_of::<Owner>(), 1);
+        assert_eq!(size_of::<BlockOwner>(), 1);
         assert_eq!(size_of::<BlockRun>(), 4);
     }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use serde::Serialize;
-use shorthorn_chain::{Disk, FileIndex, ImageName, Layout, MapUsage};
+use shorthorn_chain::{ChainLayer, FileIndex, ImageName, Layout, MapUsage};
 
 /// The possibility that another program has changed the volume since Shorthorn last had it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -90,7 +90,7 @@ pub(crate) fn snapshots(layout: &Layout) -> Vec<SnapshotInfo> {
     chain.chain(side).filter_map(|image| snapshot(layout, image, layout.disks().get(image)?)).collect()
 }
 
-fn snapshot(layout: &Layout, image: &ImageName, disk: &Disk) -> Option<SnapshotInfo> {
+fn snapshot(layout: &Layout, image: &ImageName, disk: &ChainLayer) -> Option<SnapshotInfo> {
     let plain = |image: &ImageName| image.snapshot_name().unwrap_or(image.as_str()).to_owned();
     Some(SnapshotInfo {
         name: image.snapshot_name()?.to_owned(),

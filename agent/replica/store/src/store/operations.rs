@@ -3,7 +3,7 @@
 //! After one, done or failed, plans made before are void, and so are file indices that were kept:
 //! ask [`Store::head`] and plan again. Those on snapshots are in `snapshots.rs` and `fold.rs`.
 
-use shorthorn_chain::{FileStep, Operation, Recovery, temp_name};
+use shorthorn_chain::{DirectoryOperation, FileStep, Recovery, temp_name};
 
 use crate::error::StoreError;
 use crate::files::Writable;
@@ -56,7 +56,7 @@ impl Store {
     /// Remembers short layers. A layer that is shorter than the one above was truncated, unless the snapshot
     /// that an expansion left explains it. Before an operation that may take that away, the sizes are
     /// recorded.
-    pub(super) fn remember_short_layers(&mut self, operation: &Operation) -> Result<()> {
+    pub(super) fn remember_short_layers(&mut self, operation: &DirectoryOperation) -> Result<()> {
         if !self.epoch_record.learn_sizes(operation.after.short_layers()) {
             return Ok(());
         }
@@ -65,7 +65,7 @@ impl Store {
     }
 
     /// Executes an operation and takes over the layout after it.
-    pub(super) fn perform(&mut self, operation: Operation) -> Result<()> {
+    pub(super) fn perform(&mut self, operation: DirectoryOperation) -> Result<()> {
         match self.run(&operation.steps) {
             Ok(()) => {
                 self.image.set_layout(operation.after);
@@ -78,7 +78,7 @@ impl Store {
 
     /// Recovers from an operation that failed in the middle, as the next open would. If only the tidying
     /// failed, the operation counts as done.
-    fn recover(&mut self, operation: &Operation, error: StoreError) -> Result<()> {
+    fn recover(&mut self, operation: &DirectoryOperation, error: StoreError) -> Result<()> {
         self.medium.mark_broken();
         let Ok(Recovery { layout, steps, .. }) = self.image.recover(&self.medium) else {
             return Err(error);

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use shorthorn_chain::{NewSnapshot, Operation, SnapshotName};
+use shorthorn_chain::{DirectoryOperation, NewSnapshot, SnapshotName};
 
 use crate::error::StoreError;
 use crate::store::Store;
@@ -66,7 +66,7 @@ impl Store {
         self.perform(operation)
     }
 
-    fn put_head_above(&mut self, operation: Operation) -> Result<()> {
+    fn put_head_above(&mut self, operation: DirectoryOperation) -> Result<()> {
         let old_head = self.head();
         let old_image = self.image.head_name().clone();
         self.perform(operation)?;
