@@ -85,13 +85,13 @@ enum ScrubError {
 
 /// A snapshot's layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Layer {
+struct ScrubbedLayer {
     image: String,
     /// The layer's number at each member that has it.
     numbers: Vec<(PeerIndex, u32)>,
 }
 
-impl Layer {
+impl ScrubbedLayer {
     fn snapshot(&self) -> String {
         let name = self.image.strip_prefix("volume-snap-").and_then(|name| name.strip_suffix(".img"));
         name.unwrap_or(&self.image).to_owned()
@@ -158,8 +158,8 @@ impl Scrubber {
     }
 
     /// Returns the layers of all snapshots, the oldest first.
-    fn layers(&mut self) -> Result<Vec<Layer>, ScrubError> {
-        let mut layers: Vec<Layer> = Vec::new();
+    fn layers(&mut self) -> Result<Vec<ScrubbedLayer>, ScrubError> {
+        let mut layers: Vec<ScrubbedLayer> = Vec::new();
         let mut is_first = true;
         for peer in self.context.members() {
             let names = match self.images_of(peer) {
@@ -170,8 +170,10 @@ impl Scrubber {
                 }
             };
             if is_first {
-                layers =
-                    names.iter().map(|image| Layer { image: image.clone(), numbers: Vec::new() }).collect();
+                layers = names
+                    .iter()
+                    .map(|image| ScrubbedLayer { image: image.clone(), numbers: Vec::new() })
+                    .collect();
                 is_first = false;
             } else if names.len() != layers.len() {
                 let (volume, replica) = (&self.context.connector.volume, self.replica(peer));
@@ -204,7 +206,7 @@ impl Scrubber {
         self.incomplete = Some(format!("replica {replica}: {error}"));
     }
 
-    fn scrub_layer(&mut self, layer: &Layer) -> Result<(), ScrubError> {
+    fn scrub_layer(&mut self, layer: &ScrubbedLayer) -> Result<(), ScrubError> {
         let mut peers: Vec<PeerIndex> = layer.numbers.iter().map(|(peer, _)| *peer).collect();
         let mut writers: Vec<SumWriter> =
             peers.iter().map(|peer| SumWriter::new(*peer, &layer.image)).collect();
@@ -257,7 +259,7 @@ impl Scrubber {
         }
     }
 
-    fn show(&mut self, layer: &Layer, offset_bytes: u64) {
+    fn show(&mut self, layer: &ScrubbedLayer, offset_bytes: u64) {
         if self.reported.is_none_or(|reported| reported.elapsed() >= REPORT_INTERVAL) {
             self.reported = Some(Instant::now());
             self.report(ScrubProgress::At { snapshot: layer.snapshot(), offset_bytes });
@@ -267,7 +269,7 @@ impl Scrubber {
     /// Requests the checks from all of `peers`. Members that do not answer are not asked again in this layer.
     fn check(
         &mut self,
-        layer: &Layer,
+        layer: &ScrubbedLayer,
         piece: ByteRange,
         peers: &mut Vec<PeerIndex>,
     ) -> Vec<(PeerIndex, LayerCheck)> {
@@ -287,7 +289,7 @@ impl Scrubber {
 
     fn check_one(
         &self,
-        layer: &Layer,
+        layer: &ScrubbedLayer,
         piece: ByteRange,
         peer: PeerIndex,
     ) -> Result<LayerCheck, ConnectError> {
@@ -300,7 +302,7 @@ impl Scrubber {
     /// keep.
     fn judge(
         &mut self,
-        layer: &Layer,
+        layer: &ScrubbedLayer,
         piece: ByteRange,
         checks: &[(PeerIndex, LayerCheck)],
     ) -> Result<Vec<(PeerIndex, Option<u32>)>, ScrubError> {

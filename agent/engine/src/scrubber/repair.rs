@@ -11,7 +11,7 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{ExtentsQuery, Flags, LayerPatch, PATCH_BYTES_MAX, SummedRun, piece_sum};
 
-use super::{Layer, Scrubber};
+use super::{ScrubbedLayer, Scrubber};
 use crate::connection::{ConnectError, ReplicaConnection};
 use crate::events::Done;
 
@@ -166,7 +166,7 @@ impl Scrubber {
     /// hold the same data in different layers do not differ.
     pub(super) fn read_shown_data(
         &mut self,
-        layer: &Layer,
+        layer: &ScrubbedLayer,
         piece: ByteRange,
         member_sums: &mut [MemberSums],
     ) {
@@ -239,7 +239,7 @@ impl Scrubber {
     /// again.
     pub(super) fn repair(
         &self,
-        layer: &Layer,
+        layer: &ScrubbedLayer,
         piece: ByteRange,
         odd: &[PeerIndex],
         sources: &[PeerIndex],
@@ -278,7 +278,12 @@ impl Scrubber {
         Done::Failed(reason)
     }
 
-    fn mend(&self, layer: &Layer, peer: PeerIndex, from: &RepairSource<'_>) -> Result<(), NotRepaired> {
+    fn mend(
+        &self,
+        layer: &ScrubbedLayer,
+        peer: PeerIndex,
+        from: &RepairSource<'_>,
+    ) -> Result<(), NotRepaired> {
         let Some(number) = layer.number_at(peer) else { return Ok(()) };
         let read_back = || self.read_content(peer, number, from.content.piece).map(Some);
         // A layer that cannot be read is repaired.
@@ -310,7 +315,7 @@ impl Scrubber {
     /// Returns the data of a member in a piece of one layer, and the blocks in which the source is right.
     fn blocks_to_replace(
         &self,
-        layer: &Layer,
+        layer: &ScrubbedLayer,
         peer: PeerIndex,
         number: u32,
         from: &RepairSource<'_>,
@@ -339,7 +344,7 @@ impl Scrubber {
     }
 
     /// Returns the number that the layer has at the member now.
-    fn number_of(&self, layer: &Layer, peer: PeerIndex) -> Result<Option<u32>, ConnectError> {
+    fn number_of(&self, layer: &ScrubbedLayer, peer: PeerIndex) -> Result<Option<u32>, ConnectError> {
         let images = self.images_of(peer)?;
         let number = images.iter().position(|image| *image == layer.image);
         Ok(number.and_then(|number| u32::try_from(number).ok()))
@@ -412,7 +417,7 @@ impl Scrubber {
     }
 
     /// Returns true if a source that holds the same data in the block has a checksum that confirms it.
-    fn is_confirmed(&self, layer: &Layer, from: &RepairSource<'_>, block: ByteRange) -> bool {
+    fn is_confirmed(&self, layer: &ScrubbedLayer, from: &RepairSource<'_>, block: ByteRange) -> bool {
         from.sources.iter().any(|source| {
             let Some(number) = layer.number_at(*source) else { return false };
             let mut data = vec![0; distance(block.length())];

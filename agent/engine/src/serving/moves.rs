@@ -19,14 +19,14 @@ pub(super) const SILENT_MS: u64 = 1500;
 #[derive(Debug, Default)]
 pub(super) struct Moves {
     /// In the order of their changes.
-    waiting: Vec<Waiting>,
+    waiting: Vec<WaitingMove>,
     /// The members that were moved and are not back.
     under_way: Vec<PeerIndex>,
 }
 
 /// A member that is to be moved.
 #[derive(Debug)]
-struct Waiting {
+struct WaitingMove {
     peer: PeerIndex,
     reason: String,
     /// The addresses before the first change since the connections were made.
@@ -61,7 +61,7 @@ impl Moves {
             waits.map_or_else(|| former.to_vec(), |place| self.waiting.remove(place).connected_to);
         // A replica on this host keeps its Unix socket.
         if !connected_to.iter().any(|address| next.contains(address)) {
-            self.waiting.push(Waiting { peer, reason, connected_to });
+            self.waiting.push(WaitingMove { peer, reason, connected_to });
         }
     }
 
@@ -86,7 +86,7 @@ impl Moves {
     ) -> Vec<(PeerIndex, String)> {
         let Moves { waiting, under_way } = self;
         waiting
-            .extract_if(.., |Waiting { peer, .. }| {
+            .extract_if(.., |WaitingMove { peer, .. }| {
                 let peering = peers.get(usize::from(*peer)).copied().unwrap_or_default();
                 let has_majority = is_majority_without(*peer, view_members, peers);
                 let limit_ms = if has_majority { SILENT_MS } else { timeout_ms.max(SILENT_MS) };
