@@ -30,11 +30,11 @@ impl Origin {
 pub(crate) struct EngineHandshakes<S> {
     next_id: u64,
     /// From the oldest to the newest.
-    running: Vec<Handshake<S>>,
+    running: Vec<IncomingHandshake<S>>,
 }
 
 #[derive(Debug)]
-struct Handshake<S> {
+struct IncomingHandshake<S> {
     id: u64,
     origin: Origin,
     /// The handle; none if the handshake was stopped.
@@ -61,7 +61,7 @@ impl<S> EngineHandshakes<S> {
         let evicted = victim.and_then(|at| self.running[at].socket.take());
         let id = self.next_id;
         self.next_id += 1;
-        self.running.push(Handshake { id, origin, socket: Some(socket) });
+        self.running.push(IncomingHandshake { id, origin, socket: Some(socket) });
         (id, evicted)
     }
 
@@ -70,7 +70,7 @@ impl<S> EngineHandshakes<S> {
     }
 
     /// Returns the handshakes that were not stopped.
-    fn heard(&self) -> impl Iterator<Item = &Handshake<S>> {
+    fn heard(&self) -> impl Iterator<Item = &IncomingHandshake<S>> {
         self.running.iter().filter(|one| one.socket.is_some())
     }
 

@@ -31,7 +31,7 @@ pub(super) struct Returning {
 }
 
 /// A block that may change, with the sum of its new data; none if it becomes a hole.
-pub(super) type Change = (ByteRange, Option<u32>);
+pub(super) type ChangedBlock = (ByteRange, Option<u32>);
 
 impl<'a> LayerRepair<'a> {
     /// Creates the repair that `patch` demands.
@@ -99,7 +99,7 @@ impl<'a> LayerRepair<'a> {
     }
 
     /// Returns the file of the layer, and the blocks that may change in it.
-    pub fn changes(&self, store: &Store) -> Result<(FileIndex, Vec<Change>), ReplicaError> {
+    pub fn changes(&self, store: &Store) -> Result<(FileIndex, Vec<ChangedBlock>), ReplicaError> {
         let ((file, present), mut data) = (self.present(store)?, self.data);
         let mut changes = Vec::new();
         for block in block_ranges(self.range) {

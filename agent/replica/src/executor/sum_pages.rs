@@ -11,22 +11,22 @@ use crate::limits::{SUM_PAGES, SUM_PAGES_MAX};
 
 /// A cached page.
 #[derive(Debug)]
-struct Entry {
+struct CachedPage {
     number: Option<u64>,
-    state: State,
+    state: PageState,
     sums: SumPage,
     used: u64,
 }
 
-impl Entry {
-    fn empty() -> Entry {
-        Entry { number: None, state: State::Ready, sums: SumPage::unknown(), used: 0 }
+impl CachedPage {
+    fn empty() -> CachedPage {
+        CachedPage { number: None, state: PageState::Ready, sums: SumPage::unknown(), used: 0 }
     }
 }
 
 /// The operation of the ring on a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum PageState {
     /// The page is in memory, and no operation runs on it.
     Ready,
     /// The page is being read: its sums are not known yet.
@@ -53,7 +53,7 @@ pub(super) enum PageSearch {
 /// See the module.
 #[derive(Debug)]
 pub(super) struct SumPages {
-    entries: Vec<Entry>,
+    entries: Vec<CachedPage>,
     /// The entry of each number.
     by_number: HashMap<u64, usize>,
     /// A buffer for each entry; those that no entry ever used cost nothing.
@@ -66,7 +66,7 @@ pub(super) struct SumPages {
 impl SumPages {
     pub fn new() -> io::Result<SumPages> {
         Ok(SumPages {
-            entries: (0..SUM_PAGES).map(|_| Entry::empty()).collect(),
+            entries: (0..SUM_PAGES).map(|_| CachedPage::empty()).collect(),
             by_number: HashMap::with_capacity(SUM_PAGES),
             arena: Arena::new(SUM_PAGES_MAX, SUM_PAGE_BYTES)?,
             clock: 0,
@@ -79,17 +79,17 @@ impl SumPages {
         self.clock += 1;
         if let Some(at) = self.by_number.get(&number).copied() {
             self.entries[at].used = self.clock;
-            return if self.entries[at].state == State::Loading {
+            return if self.entries[at].state == PageState::Loading {
                 PageSearch::Loading
             } else {
                 PageSearch::Here(at)
             };
         }
-        let free = self.entries.iter().enumerate().filter(|(_, entry)| entry.state == State::Ready);
+        let free = self.entries.iter().enumerate().filter(|(_, entry)| entry.state == PageState::Ready);
         let Some((at, _)) = free.min_by_key(|(_, entry)| entry.used) else { return PageSearch::Full };
         self.empty(at);
         let entry = &mut self.entries[at];
-        (entry.number, entry.state, entry.used) = (Some(number), State::Loading, self.clock);
+        (entry.number, entry.state, entry.used) = (Some(number), PageState::Loading, self.clock);
         self.by_number.insert(number, at);
         PageSearch::Load(at)
     }
@@ -98,7 +98,7 @@ impl SumPages {
     pub fn find_for_read(&mut self, number: u64) -> PageSearch {
         let is_known = self.by_number.contains_key(&number);
         if !is_known && self.by_number.len() >= SUM_PAGES && self.entries.len() < SUM_PAGES_MAX {
-            self.entries.push(Entry::empty());
+            self.entries.push(CachedPage::empty());
         }
         self.find(number)
     }
@@ -109,19 +109,19 @@ impl SumPages {
         let Some(at) = self.by_number.get(&number) else { return false };
         let entry = &mut self.entries[*at];
         entry.used = self.clock;
-        entry.state != State::Loading
+        entry.state != PageState::Loading
     }
 
     /// Returns the content of a page, if it is cached.
     pub fn peek(&self, number: u64) -> Option<&SumPage> {
         let entry = &self.entries[*self.by_number.get(&number)?];
-        (entry.state != State::Loading).then_some(&entry.sums)
+        (entry.state != PageState::Loading).then_some(&entry.sums)
     }
 
     /// Removes the entries that reads have added, if nothing has used them since the last call.
     pub fn release_unused(&mut self) {
         let since = std::mem::replace(&mut self.released_at, self.clock);
-        let is_unused = |entry: &Entry| entry.state == State::Ready && entry.used <= since;
+        let is_unused = |entry: &CachedPage| entry.state == PageState::Ready && entry.used <= since;
         while self.entries.len() > SUM_PAGES && self.entries.last().is_some_and(is_unused) {
             let at = self.entries.len() - 1;
             self.empty(at);
@@ -154,15 +154,15 @@ impl SumPages {
     /// Returns the number of the page that is being read into this entry, if it is still needed.
     pub fn loading(&self, at: usize) -> Option<u64> {
         let entry = &self.entries[at];
-        entry.number.filter(|_| entry.state == State::Loading)
+        entry.number.filter(|_| entry.state == PageState::Loading)
     }
 
     /// Ends the read of a page after `count` bytes. Returns its number, and whether it has valid sums; none
     /// if the page is not needed any more.
     pub fn loaded(&mut self, at: usize, series: u64, count: usize) -> Option<(u64, bool)> {
         let entry = &mut self.entries[at];
-        let state = std::mem::replace(&mut entry.state, State::Ready);
-        let number = entry.number.filter(|_| state == State::Loading)?;
+        let state = std::mem::replace(&mut entry.state, PageState::Ready);
+        let number = entry.number.filter(|_| state == PageState::Loading)?;
         let mut bytes = [0; SUM_PAGE_BYTES];
         self.arena.buf(at).copy_to(&mut bytes);
         let known = entry.sums.decode(number, series, &bytes[..count.min(SUM_PAGE_BYTES)]);
@@ -172,11 +172,11 @@ impl SumPages {
     /// Begins the write of the page. False if it is being written already, or is not here.
     pub fn begin_write(&mut self, at: usize, series: u64) -> bool {
         let entry = &mut self.entries[at];
-        let Some(number) = entry.number.filter(|_| entry.state == State::Ready) else { return false };
+        let Some(number) = entry.number.filter(|_| entry.state == PageState::Ready) else { return false };
         let mut bytes = [0; SUM_PAGE_BYTES];
         entry.sums.encode(number, series, &mut bytes);
         self.arena.buf(at).copy_from(&bytes);
-        entry.state = State::Writing;
+        entry.state = PageState::Writing;
         true
     }
 
@@ -184,19 +184,19 @@ impl SumPages {
     /// not needed any more.
     pub fn written(&mut self, at: usize, well: bool) -> bool {
         let entry = &mut self.entries[at];
-        let state = std::mem::replace(&mut entry.state, State::Ready);
+        let state = std::mem::replace(&mut entry.state, PageState::Ready);
         if !well {
             self.empty(at);
         }
-        state == State::Writing
+        state == PageState::Writing
     }
 
     pub fn forget(&mut self) {
         self.by_number.clear();
         for entry in &mut self.entries {
             (entry.number, entry.used) = (None, 0);
-            if entry.state != State::Ready {
-                entry.state = State::Orphan;
+            if entry.state != PageState::Ready {
+                entry.state = PageState::Orphan;
             }
         }
     }

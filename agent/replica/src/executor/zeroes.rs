@@ -32,7 +32,7 @@ pub(super) struct ZeroJob {
 
 /// The next action of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Next {
+pub(super) enum ZeroingAction {
     /// Execute this; a write of zeroes is at most [`ZERO_WRITE_BYTES`] long.
     Step(ZeroStep),
     /// Plan this range: see [`ZeroJob::plan`].
@@ -120,13 +120,13 @@ impl ZeroJob {
     }
 
     /// Returns the next action.
-    pub fn next(&mut self) -> Next {
+    pub fn next(&mut self) -> ZeroingAction {
         if let Some(range) = self.writing.take() {
-            return Next::Step(self.write(range));
+            return ZeroingAction::Step(self.write(range));
         }
         if let Some(step) = self.steps.get(self.next).copied() {
             self.next += 1;
-            return Next::Step(match step {
+            return ZeroingAction::Step(match step {
                 ZeroStep::WriteZeroes(range) => self.write(range),
                 step => step,
             });
@@ -147,15 +147,15 @@ impl ZeroJob {
         ZeroStep::WriteZeroes(now)
     }
 
-    fn plan_next(&mut self) -> Next {
+    fn plan_next(&mut self) -> ZeroingAction {
         self.steps.clear();
         self.next = 0;
-        let Some(rest) = self.rest.take() else { return Next::Done };
+        let Some(rest) = self.rest.take() else { return ZeroingAction::Done };
         // Pieces end at blocks, so that no block is in two of them.
         let end = (rest.offset() + ZERO_PLAN_BYTES) / BLOCK_BYTES * BLOCK_BYTES;
         let (piece, later) = rest.split_at(end);
         self.rest = later;
-        Next::Plan(piece)
+        ZeroingAction::Plan(piece)
     }
 }
 
@@ -194,10 +194,10 @@ mod tests {
             let mut jobs = ZeroJobs::new();
             let index = jobs.begin(7, range(4096, 8704)).unwrap();
             let job = jobs.job(index);
-            let Next::Plan(piece) = job.next() else { panic!("nothing is planned yet") };
+            let ZeroingAction::Plan(piece) = job.next() else { panic!("nothing is planned yet") };
             job.plan(piece, discards, &mut store).unwrap();
             let mut steps = Vec::new();
-            while let Next::Step(step) = job.next() {
+            while let ZeroingAction::Step(step) = job.next() {
                 steps.push(step.blocks());
             }
             assert_eq!(steps, expected, "{discards}");
@@ -214,20 +214,20 @@ mod tests {
             let (mut planned, mut written) = (whole.offset(), whole.offset());
             loop {
                 match job.next() {
-                    Next::Plan(piece) => {
+                    ZeroingAction::Plan(piece) => {
                         prop_assert_eq!(piece.offset(), planned);
                         prop_assert!(piece.length() <= ZERO_PLAN_BYTES && !piece.is_empty());
                         planned = piece.end();
                         prop_assert!(planned % BLOCK_BYTES == 0 || planned == whole.end());
                         job.steps.push(ZeroStep::WriteZeroes(piece));
                     }
-                    Next::Step(ZeroStep::WriteZeroes(part)) => {
+                    ZeroingAction::Step(ZeroStep::WriteZeroes(part)) => {
                         prop_assert_eq!(part.offset(), written);
                         prop_assert!(part.length() <= ZERO_WRITE_BYTES && !part.is_empty());
                         written = part.end();
                     }
-                    Next::Step(step) => prop_assert!(false, "{:?}", step),
-                    Next::Done => break,
+                    ZeroingAction::Step(step) => prop_assert!(false, "{:?}", step),
+                    ZeroingAction::Done => break,
                 }
             }
             prop_assert_eq!((planned, written), (whole.end(), whole.end()));

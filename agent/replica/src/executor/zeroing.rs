@@ -10,15 +10,15 @@ use super::Executor;
 use super::block_sums::Modification;
 use super::operation::{OperationResult, is_passing, kind, not_rot};
 use super::requests::is_durable;
-use super::zeroes::Next;
+use super::zeroes::ZeroingAction;
 
 impl Executor {
     /// Plans until there is something to do, and begins it.
     pub(super) fn next_zero_step(&mut self, job: u8, ring: &mut Ring) {
         loop {
             match self.zero_jobs.job(job).next() {
-                Next::Step(step) => return self.begin_zero_step(job, step, ring),
-                Next::Plan(piece) => {
+                ZeroingAction::Step(step) => return self.begin_zero_step(job, step, ring),
+                ZeroingAction::Plan(piece) => {
                     let slot = self.zero_jobs.job(job).slot();
                     let discards = slot.is_some_and(|slot| self.io.header(slot).opcode == Opcode::Discard);
                     let planned = self.zero_jobs.job(job).plan(piece, discards, &mut self.store);
@@ -27,7 +27,7 @@ impl Executor {
                         return self.end_zeroing(job, Err(errno), ring);
                     }
                 }
-                Next::Done => return self.end_zeroing(job, Ok(()), ring),
+                ZeroingAction::Done => return self.end_zeroing(job, Ok(()), ring),
             }
         }
     }
