@@ -96,7 +96,7 @@ impl Tool {
             .spawn()
             .map_err(|source| CommandError::Missing { program, source })?;
         let followed = follow(&mut child, limit);
-        if !matches!(followed, Ok(Followed { ended: true, .. })) {
+        if !matches!(followed, Ok(FollowedCommand { ended: true, .. })) {
             // It cannot have been reaped: its number is still its own.
             let group = i32::try_from(child.id()).ok().map(Pid::from_raw);
             let _ = group.map(|group| killpg(group, Signal::SIGKILL));
@@ -133,7 +133,7 @@ impl Finished {
     }
 }
 
-struct Followed {
+struct FollowedCommand {
     ended: bool,
     output: CapturedPipe,
     errors: CapturedPipe,
@@ -181,7 +181,7 @@ impl CapturedPipe {
 
 /// Reads the output of a child until it ends, or until the limit. Does not wait for processes that it has
 /// left running.
-fn follow(child: &mut Child, limit: Duration) -> io::Result<Followed> {
+fn follow(child: &mut Child, limit: Duration) -> io::Result<FollowedCommand> {
     let process = ProcessFd::of_child(child)?;
     let deadline = Instant::now() + limit;
     let mut output = CapturedPipe::new(child.stdout.take())?;
@@ -201,7 +201,7 @@ fn follow(child: &mut Child, limit: Duration) -> io::Result<Followed> {
         output.drain()?;
         errors.drain()?;
         if ended || left.is_zero() {
-            return Ok(Followed { ended, output, errors });
+            return Ok(FollowedCommand { ended, output, errors });
         }
     }
 }

@@ -36,7 +36,7 @@ const FSCK_ERRORS_LEFT: i32 = 4;
 
 /// The content of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Content {
+pub(crate) enum DeviceContent {
     /// The device has no data.
     Empty,
     /// The device has an interrupted format of Shorthorn, so no user has ever written to it.
@@ -47,7 +47,7 @@ pub(crate) enum Content {
     Other(String),
 }
 
-pub(crate) fn probe(device: &VolumeDevice) -> Result<Content, CsiError> {
+pub(crate) fn probe(device: &VolumeDevice) -> Result<DeviceContent, CsiError> {
     let path = &device.path;
     let tool = Tool::new("blkid", PROBE_LIMIT).args(["-p", "-o", "export"]);
     let found =
@@ -57,17 +57,17 @@ pub(crate) fn probe(device: &VolumeDevice) -> Result<Content, CsiError> {
         Some(BLKID_NOTHING) => {
             let zero = device::has_zero_ends(path, device.size_bytes);
             Ok(match zero.map_err(CsiError::system(path.display()))? {
-                true => Content::Empty,
-                false => Content::Other("data of an unknown format".into()),
+                true => DeviceContent::Empty,
+                false => DeviceContent::Other("data of an unknown format".into()),
             })
         }
-        Some(BLKID_AMBIVALENT) => Ok(Content::Other("more than one kind of data".into())),
+        Some(BLKID_AMBIVALENT) => Ok(DeviceContent::Other("more than one kind of data".into())),
         _ => Err(found.failed().into()),
     }
 }
 
 /// Parses the output of blkid.
-fn content(output: &str) -> Content {
+fn content(output: &str) -> DeviceContent {
     let value = |key: &str| {
         let line = output.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
         line.filter(|value| !value.is_empty())
@@ -75,19 +75,20 @@ fn content(output: &str) -> Content {
     let partitions = value("PTTYPE");
     match (value("TYPE"), partitions) {
         (Some(name), None) => match FsKind::of(name) {
-            Some(_) if value("LABEL") == Some(UNFINISHED_LABEL) => Content::Unfinished,
-            Some(kind) => Content::FileSystem(kind),
-            None => Content::Other(format!("{name} ({})", value("USAGE").unwrap_or("of no known use"))),
+            Some(_) if value("LABEL") == Some(UNFINISHED_LABEL) => DeviceContent::Unfinished,
+            Some(kind) => DeviceContent::FileSystem(kind),
+            None => DeviceContent::Other(format!("{name} ({})", value("USAGE").unwrap_or("of no known use"))),
         },
         (name, Some(table)) => {
             let name = name.map(|name| format!(" and {name}")).unwrap_or_default();
-            Content::Other(format!("a partition table ({table}){name}"))
+            DeviceContent::Other(format!("a partition table ({table}){name}"))
         }
-        (None, None) => Content::Other("data of an unknown format".into()),
+        (None, None) => DeviceContent::Other("data of an unknown format".into()),
     }
 }
 
-/// Makes a file system on a device whose content is [`Content::Empty`] or [`Content::Unfinished`].
+/// Makes a file system on a device whose content is [`DeviceContent::Empty`] or
+/// [`DeviceContent::Unfinished`].
 pub(crate) fn format(device: &VolumeDevice, kind: FsKind) -> Result<(), CsiError> {
     let path = &device.path;
     make(path, kind).succeed()?;
@@ -95,7 +96,7 @@ pub(crate) fn format(device: &VolumeDevice, kind: FsKind) -> Result<(), CsiError
     finish(path, kind).succeed()?;
     device::flush(path).map_err(CsiError::system(path.display()))?;
     match probe(device)? {
-        Content::FileSystem(made) if made == kind => Ok(()),
+        DeviceContent::FileSystem(made) if made == kind => Ok(()),
         other => {
             let message =
                 format!("{} was formatted as {} and now holds {other:?}", path.display(), kind.name());
@@ -174,11 +175,11 @@ mod tests {
 
     #[test]
     fn only_whole_and_finished_file_systems_are_taken_for_one() {
-        let other = |text: &str| Content::Other(text.into());
+        let other = |text: &str| DeviceContent::Other(text.into());
         let cases = [
-            ("DEVNAME=/dev/x\nTYPE=ext4\nUSAGE=filesystem\n", Content::FileSystem(FsKind::Ext4)),
-            ("TYPE=xfs\nLABEL=data\n", Content::FileSystem(FsKind::Xfs)),
-            ("TYPE=xfs\nLABEL=shorthorn-mk\n", Content::Unfinished),
+            ("DEVNAME=/dev/x\nTYPE=ext4\nUSAGE=filesystem\n", DeviceContent::FileSystem(FsKind::Ext4)),
+            ("TYPE=xfs\nLABEL=data\n", DeviceContent::FileSystem(FsKind::Xfs)),
+            ("TYPE=xfs\nLABEL=shorthorn-mk\n", DeviceContent::Unfinished),
             ("TYPE=ext3\nLABEL=shorthorn-mk\nUSAGE=filesystem\n", other("ext3 (filesystem)")),
             ("TYPE=crypto_LUKS\nUSAGE=crypto\n", other("crypto_LUKS (crypto)")),
             ("PTTYPE=gpt\n", other("a partition table (gpt)")),

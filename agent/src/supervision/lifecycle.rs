@@ -87,7 +87,7 @@ pub enum LifecycleAction {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum LifecycleState {
     /// The first process is not wanted yet.
     Idle,
     Running {
@@ -121,50 +121,58 @@ pub struct Lifecycle {
     limits: EndLimits,
     takes_requests: bool,
     backoff: RestartBackoff,
-    state: State,
+    state: LifecycleState,
 }
 
 impl Lifecycle {
     /// Creates a life before the first start. A process that does not take requests ends by SIGTERM.
     pub fn new(limits: EndLimits, takes_requests: bool) -> Lifecycle {
-        Lifecycle { limits, takes_requests, backoff: RestartBackoff::default(), state: State::Idle }
+        Lifecycle { limits, takes_requests, backoff: RestartBackoff::default(), state: LifecycleState::Idle }
     }
 
     /// Takes an event at the time `now`, and returns the next action.
     pub fn handle(&mut self, event: LifecycleEvent, now: Instant) -> LifecycleAction {
         match (self.state, event) {
-            (State::Stopped, _) => LifecycleAction::Finish,
+            (LifecycleState::Stopped, _) => LifecycleAction::Finish,
             (_, LifecycleEvent::Tick) => self.tick(now),
-            (State::Idle, LifecycleEvent::Start)
-            | (State::Pausing { .. }, LifecycleEvent::Start | LifecycleEvent::Handover) => {
+            (LifecycleState::Idle, LifecycleEvent::Start)
+            | (LifecycleState::Pausing { .. }, LifecycleEvent::Start | LifecycleEvent::Handover) => {
                 self.start(LifecycleAction::Start, now)
             }
-            (State::Idle | State::Pausing { .. }, LifecycleEvent::Stop)
-            | (State::OutlivesKill, LifecycleEvent::Ended { .. }) => self.finish(),
-            (State::Running { since }, LifecycleEvent::Ended { cleanly }) => {
+            (LifecycleState::Idle | LifecycleState::Pausing { .. }, LifecycleEvent::Stop)
+            | (LifecycleState::OutlivesKill, LifecycleEvent::Ended { .. }) => self.finish(),
+            (LifecycleState::Running { since }, LifecycleEvent::Ended { cleanly }) => {
                 let wait = self.backoff.ended(cleanly, now.saturating_duration_since(since));
-                self.state = State::Pausing { until: now + wait };
+                self.state = LifecycleState::Pausing { until: now + wait };
                 LifecycleAction::Pause(wait)
             }
-            (State::Running { .. }, LifecycleEvent::Stop) => self.end(EndReason::Stop, now),
-            (State::Running { .. }, LifecycleEvent::Handover) => self.end(EndReason::Handover, now),
-            (State::Ending { reason, until: None, .. }, LifecycleEvent::Answered { accepted: true }) => {
+            (LifecycleState::Running { .. }, LifecycleEvent::Stop) => self.end(EndReason::Stop, now),
+            (LifecycleState::Running { .. }, LifecycleEvent::Handover) => self.end(EndReason::Handover, now),
+            (
+                LifecycleState::Ending { reason, until: None, .. },
+                LifecycleEvent::Answered { accepted: true },
+            ) => {
                 let limit = self.limits.orderly.unwrap_or(self.limits.stop);
                 self.end_by(Means::Request, reason, Some(now + limit), LifecycleAction::Wait)
             }
-            (State::Ending { reason, until: None, .. }, LifecycleEvent::Answered { accepted: false }) => {
-                self.terminate(reason, now)
+            (
+                LifecycleState::Ending { reason, until: None, .. },
+                LifecycleEvent::Answered { accepted: false },
+            ) => self.terminate(reason, now),
+            (LifecycleState::Ending { reason: EndReason::Stop, .. }, LifecycleEvent::Ended { .. }) => {
+                self.finish()
             }
-            (State::Ending { reason: EndReason::Stop, .. }, LifecycleEvent::Ended { .. }) => self.finish(),
-            (State::Ending { .. }, LifecycleEvent::Ended { .. }) => self.start(LifecycleAction::Replace, now),
-            (State::Ending { reason: EndReason::Stop, .. }, LifecycleEvent::Stop) => {
+            (LifecycleState::Ending { .. }, LifecycleEvent::Ended { .. }) => {
+                self.start(LifecycleAction::Replace, now)
+            }
+            (LifecycleState::Ending { reason: EndReason::Stop, .. }, LifecycleEvent::Stop) => {
                 self.kill(EndReason::Stop, now)
             }
             // The process ends already. Now no other one follows it.
-            (State::Ending { means, until, .. }, LifecycleEvent::Stop) => {
+            (LifecycleState::Ending { means, until, .. }, LifecycleEvent::Stop) => {
                 self.end_by(means, EndReason::Stop, until, LifecycleAction::Wait)
             }
-            (State::OutlivesKill, _) => LifecycleAction::GiveUp,
+            (LifecycleState::OutlivesKill, _) => LifecycleAction::GiveUp,
             _ => LifecycleAction::Wait,
         }
     }
@@ -172,25 +180,25 @@ impl Lifecycle {
     /// Returns the time of the next action without another event.
     pub fn deadline(&self) -> Option<Instant> {
         match self.state {
-            State::Pausing { until } => Some(until),
-            State::Ending { until, .. } => until,
+            LifecycleState::Pausing { until } => Some(until),
+            LifecycleState::Ending { until, .. } => until,
             _ => None,
         }
     }
 
     /// Returns true before the first start.
     pub fn is_idle(&self) -> bool {
-        self.state == State::Idle
+        self.state == LifecycleState::Idle
     }
 
     /// Returns true from the request to stop or to hand over until the end of the process.
     pub fn is_ending(&self) -> bool {
-        matches!(self.state, State::Ending { .. })
+        matches!(self.state, LifecycleState::Ending { .. })
     }
 
     /// Returns true from the request to stop until the end of the process.
     pub fn is_stopping(&self) -> bool {
-        matches!(self.state, State::Ending { reason: EndReason::Stop, .. })
+        matches!(self.state, LifecycleState::Ending { reason: EndReason::Stop, .. })
     }
 
     /// Returns the number of failures in a row.
@@ -203,28 +211,29 @@ impl Lifecycle {
             return LifecycleAction::Wait;
         }
         match self.state {
-            State::Pausing { .. } => self.start(LifecycleAction::Start, now),
-            State::Ending { reason, means: Means::Request, .. } if self.limits.orderly.is_some() => {
+            LifecycleState::Pausing { .. } => self.start(LifecycleAction::Start, now),
+            LifecycleState::Ending { reason, means: Means::Request, .. } if self.limits.orderly.is_some() => {
                 self.terminate(reason, now)
             }
-            State::Ending { means: Means::Kill, .. } => {
-                self.state = State::OutlivesKill;
+            LifecycleState::Ending { means: Means::Kill, .. } => {
+                self.state = LifecycleState::OutlivesKill;
                 LifecycleAction::GiveUp
             }
-            State::Ending { reason, .. } => self.kill(reason, now),
-            State::Idle | State::Running { .. } | State::Stopped | State::OutlivesKill => {
-                LifecycleAction::Wait
-            }
+            LifecycleState::Ending { reason, .. } => self.kill(reason, now),
+            LifecycleState::Idle
+            | LifecycleState::Running { .. }
+            | LifecycleState::Stopped
+            | LifecycleState::OutlivesKill => LifecycleAction::Wait,
         }
     }
 
     fn start(&mut self, action: LifecycleAction, now: Instant) -> LifecycleAction {
-        self.state = State::Running { since: now };
+        self.state = LifecycleState::Running { since: now };
         action
     }
 
     fn finish(&mut self) -> LifecycleAction {
-        self.state = State::Stopped;
+        self.state = LifecycleState::Stopped;
         LifecycleAction::Finish
     }
 
@@ -251,7 +260,7 @@ impl Lifecycle {
         until: Option<Instant>,
         action: LifecycleAction,
     ) -> LifecycleAction {
-        self.state = State::Ending { reason, means, until };
+        self.state = LifecycleState::Ending { reason, means, until };
         action
     }
 }

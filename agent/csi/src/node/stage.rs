@@ -7,7 +7,7 @@ use shorthorn_csi::{Capability, CsiError, FsKind, MountSpec, VolumeAccess};
 use shorthorn_linux::mounts::{Mount, MountTable};
 
 use crate::device;
-use crate::filesystem::{self, Content};
+use crate::filesystem::{self, DeviceContent};
 use crate::mounting::{self, TargetKind};
 use crate::node::{NodeOptions, kernel_state};
 use crate::volumes::{NodeVolume, VolumeDevice};
@@ -173,17 +173,17 @@ fn file_system(
     let path = device.path.display();
     let is_in_use = device::is_open_exclusively(&device.path).map_err(CsiError::system(&path))?;
     let kind = match filesystem::probe(device)? {
-        Content::FileSystem(kind) => kind,
-        Content::Other(what) => {
+        DeviceContent::FileSystem(kind) => kind,
+        DeviceContent::Other(what) => {
             let hint = "the device is neither mounted nor formatted; if the data is not needed, wipefs \
              clears it";
             return Err(CsiError::Precondition(format!("{path} holds {what}: {hint}")));
         }
-        Content::Empty | Content::Unfinished if read_only || is_in_use => {
+        DeviceContent::Empty | DeviceContent::Unfinished if read_only || is_in_use => {
             let why = if is_in_use { "another process uses the device" } else { "the volume is read-only" };
             return Err(CsiError::Precondition(format!("{path} has no file system, and {why}")));
         }
-        Content::Empty | Content::Unfinished => {
+        DeviceContent::Empty | DeviceContent::Unfinished => {
             let kind = wanted.kind.unwrap_or(FsKind::Ext4);
             tracing::info!(device = %path, kind = kind.name(), "making a file system");
             filesystem::format(device, kind)?;

@@ -6,7 +6,7 @@ use crate::serve::error::NodeError;
 use crate::serve::instance::InstanceId;
 
 /// The future of an operation of a backend.
-pub type Pending<'a> = Pin<Box<dyn Future<Output = Result<(), BackendError>> + Send + 'a>>;
+pub type BackendFuture<'a> = Pin<Box<dyn Future<Output = Result<(), BackendError>> + Send + 'a>>;
 
 /// The manager of instances. The spec file of an instance exists from before its start until after its stop.
 ///
@@ -15,18 +15,18 @@ pub type Pending<'a> = Pin<Box<dyn Future<Output = Result<(), BackendError>> + S
 pub trait Backend: Send + Sync {
     /// Takes over an instance that an earlier agent has started. An instance that has not run since the
     /// host's restart stays stopped.
-    fn adopt<'a>(&'a self, id: &'a InstanceId) -> Pending<'a>;
+    fn adopt<'a>(&'a self, id: &'a InstanceId) -> BackendFuture<'a>;
 
     /// Starts an instance, and keeps it running. A running one continues.
-    fn start<'a>(&'a self, id: &'a InstanceId) -> Pending<'a>;
+    fn start<'a>(&'a self, id: &'a InstanceId) -> BackendFuture<'a>;
 
     /// Stops an instance and returns after the end of its process. A stopped one stays stopped. An engine
     /// that still answers removes its device first.
-    fn stop<'a>(&'a self, id: &'a InstanceId) -> Pending<'a>;
+    fn stop<'a>(&'a self, id: &'a InstanceId) -> BackendFuture<'a>;
 
     /// Makes the process hand over to a new one of the program that is installed now, with the current spec.
     /// An engine leaves its device to that. Done when the old process is gone and the new one is starting.
-    fn restart<'a>(&'a self, id: &'a InstanceId) -> Pending<'a>;
+    fn restart<'a>(&'a self, id: &'a InstanceId) -> BackendFuture<'a>;
 }
 
 /// The reason why a backend has failed.

@@ -22,7 +22,7 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::descriptor_store::DescriptorStore;
 use crate::pid_file::PidFileHolder;
-use crate::serve::instance::backend::Pending;
+use crate::serve::instance::backend::BackendFuture;
 use crate::serve::instance::process::{ORDERLY_LIMIT, end_of, request_end};
 use crate::serve::instance::{
     Backend, BackendError, InstanceId, InstancePaths, InstanceProcess, ProcessPhase, Table, program,
@@ -42,11 +42,11 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 pub struct Children {
     paths: InstancePaths,
     table: Arc<Table>,
-    runners: Mutex<HashMap<InstanceId, Runner>>,
+    runners: Mutex<HashMap<InstanceId, ChildRunner>>,
 }
 
 #[derive(Debug)]
-struct Runner {
+struct ChildRunner {
     /// Set to have the instance stopped.
     stop: watch::Sender<bool>,
     /// Notified to have a new process take over.
@@ -72,7 +72,7 @@ impl Children {
         let (stop, stopping) = watch::channel(false);
         let restart = Arc::new(Notify::new());
         let limits = EndLimits { orderly: Some(ORDERLY_LIMIT), stop: STOP_LIMIT };
-        let instance = Instance {
+        let instance = ChildInstance {
             id: id.clone(),
             paths: self.paths.clone(),
             table: Arc::clone(&self.table),
@@ -84,12 +84,12 @@ impl Children {
             last_end: ProcessEnd::Well,
         };
         let task = tokio::spawn(instance.run());
-        runners.insert(id.clone(), Runner { stop, restart, task });
+        runners.insert(id.clone(), ChildRunner { stop, restart, task });
     }
 }
 
 impl Backend for Children {
-    fn adopt<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
+    fn adopt<'a>(&'a self, id: &'a InstanceId) -> BackendFuture<'a> {
         Box::pin(async move {
             // A pid file of this boot of the host shows that the process had to run.
             if self.paths.pid(id).exists() {
@@ -101,17 +101,17 @@ impl Backend for Children {
         })
     }
 
-    fn start<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
+    fn start<'a>(&'a self, id: &'a InstanceId) -> BackendFuture<'a> {
         Box::pin(async move {
             self.run(id);
             Ok(())
         })
     }
 
-    fn stop<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
+    fn stop<'a>(&'a self, id: &'a InstanceId) -> BackendFuture<'a> {
         Box::pin(async move {
             let runner = self.runners.lock().unwrap_or_else(PoisonError::into_inner).remove(id);
-            let Some(Runner { stop, task, .. }) = runner else { return Ok(()) };
+            let Some(ChildRunner { stop, task, .. }) = runner else { return Ok(()) };
             stop.send_replace(true);
             let ended = task
                 .await
@@ -124,7 +124,7 @@ impl Backend for Children {
         })
     }
 
-    fn restart<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
+    fn restart<'a>(&'a self, id: &'a InstanceId) -> BackendFuture<'a> {
         Box::pin(async move {
             // Without a runner, the process that it finds has the former spec.
             self.run(id);
@@ -153,7 +153,7 @@ fn forget_earlier_boots(paths: &InstancePaths) -> io::Result<()> {
 }
 
 /// An instance that is to run.
-struct Instance {
+struct ChildInstance {
     id: InstanceId,
     paths: InstancePaths,
     table: Arc<Table>,
@@ -176,7 +176,7 @@ struct Living {
     child: Option<Child>,
 }
 
-impl Instance {
+impl ChildInstance {
     /// Keeps it running until it is to stop.
     async fn run(mut self) -> Result<(), BackendError> {
         self.open_store();

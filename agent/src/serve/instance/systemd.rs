@@ -15,7 +15,7 @@ use tokio_stream::StreamExt;
 use zbus::fdo::PropertiesProxy;
 use zbus::{Connection, OwnedObjectPath};
 
-use crate::serve::instance::backend::Pending;
+use crate::serve::instance::backend::BackendFuture;
 use crate::serve::instance::process::{ORDERLY_LIMIT, ends_within, request_end};
 use crate::serve::instance::units::{JobRemovedStream, ManagerProxy, ServiceProxy, UnitProxy, unit_of};
 use crate::serve::instance::{
@@ -83,7 +83,7 @@ impl Systemd {
 }
 
 impl Backend for Systemd {
-    fn adopt<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
+    fn adopt<'a>(&'a self, id: &'a InstanceId) -> BackendFuture<'a> {
         Box::pin(async move {
             // A caller before the first check must not see it as stopped for good, because it may run.
             self.bus.table.set_process(id, InstanceProcess::only(ProcessPhase::Starting));
@@ -91,14 +91,14 @@ impl Backend for Systemd {
         })
     }
 
-    fn start<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
+    fn start<'a>(&'a self, id: &'a InstanceId) -> BackendFuture<'a> {
         Box::pin(async move {
             self.bus.start(id).await?;
             self.follow(id).await
         })
     }
 
-    fn stop<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
+    fn stop<'a>(&'a self, id: &'a InstanceId) -> BackendFuture<'a> {
         Box::pin(async move {
             // Before the unit is stopped, so that it is not tried again meanwhile, and nothing is said of it
             // after.
@@ -116,7 +116,7 @@ impl Backend for Systemd {
         })
     }
 
-    fn restart<'a>(&'a self, id: &'a InstanceId) -> Pending<'a> {
+    fn restart<'a>(&'a self, id: &'a InstanceId) -> BackendFuture<'a> {
         Box::pin(async move {
             self.bus.restart(id).await?;
             self.follow(id).await
