@@ -18,9 +18,9 @@ const ANY_URI: &str = "http://controller.invalid";
 
 /// The error of the last connection.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Problem(Arc<Mutex<Option<String>>>);
+pub(super) struct LastProblem(Arc<Mutex<Option<String>>>);
 
-impl Problem {
+impl LastProblem {
     pub(super) fn last(&self) -> Option<String> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -35,11 +35,11 @@ impl Problem {
 pub(super) struct PodStreams {
     client: Client,
     namespace: String,
-    problem: Problem,
+    problem: LastProblem,
 }
 
 impl PodStreams {
-    pub(super) fn new(client: Client, namespace: String, problem: Problem) -> PodStreams {
+    pub(super) fn new(client: Client, namespace: String, problem: LastProblem) -> PodStreams {
         PodStreams { client, namespace, problem }
     }
 

@@ -14,7 +14,7 @@ use shorthorn_pki::address::{DEFAULT_SERVER, ServerUrl};
 use shorthorn_pki::{Credentials, Role};
 use tonic::transport::Channel;
 
-use self::forward::{ForwardConnector, PodStreams, Problem};
+use self::forward::{ForwardConnector, LastProblem, PodStreams};
 use super::error::CtlError;
 use super::output;
 
@@ -118,7 +118,7 @@ pub(super) struct Reached {
 pub(super) struct ClusterAccess {
     pub(super) client: Client,
     pub(super) namespace: String,
-    problem: Problem,
+    problem: LastProblem,
 }
 
 impl ClusterAccess {
@@ -164,7 +164,7 @@ async fn through_cluster(args: &ReachArgs) -> Result<Reached, CtlError> {
     let unreachable = |reason: String| CtlError::Unreachable { server: name.clone(), reason };
     let client = client_of(args.kubeconfig.as_deref(), args.context.as_deref()).await;
     let client = client.map_err(|error| unreachable(error.to_string()))?;
-    let problem = Problem::default();
+    let problem = LastProblem::default();
     let streams = PodStreams::new(client.clone(), namespace.clone(), problem.clone());
     let endpoint = forward::endpoint().map_err(|error| unreachable(error.to_string()))?;
     let endpoint = endpoint.connect_timeout(FORWARD_LIMIT);

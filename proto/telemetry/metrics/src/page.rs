@@ -10,9 +10,9 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
 /// The labels of one series. The author of a metric ensures that only few different ones exist.
-type Labels = Vec<(&'static str, String)>;
+type SeriesLabels = Vec<(&'static str, String)>;
 
-fn owned(labels: &[(&'static str, &str)]) -> Labels {
+fn owned(labels: &[(&'static str, &str)]) -> SeriesLabels {
     labels.iter().map(|(name, value)| (*name, (*value).to_owned())).collect()
 }
 
@@ -67,7 +67,7 @@ impl MetricsPage {
 
 /// Numbers that go up and down, by labels.
 #[derive(Clone, Debug)]
-pub struct Gauges(Family<Labels, Gauge>);
+pub struct Gauges(Family<SeriesLabels, Gauge>);
 
 impl Gauges {
     /// Sets the value of a series; a value beyond the maximum is shown as the maximum.
@@ -78,7 +78,7 @@ impl Gauges {
 
 /// Numbers that only go up, by labels; cheap to clone.
 #[derive(Clone, Debug, Default)]
-pub struct Counters(Family<Labels, Counter>);
+pub struct Counters(Family<SeriesLabels, Counter>);
 
 impl Counters {
     /// Counts one more.
@@ -100,7 +100,7 @@ impl Counters {
 
 /// Sums of time that only grow, by labels.
 #[derive(Clone, Debug)]
-pub struct Seconds(Family<Labels, Counter<f64, std::sync::atomic::AtomicU64>>);
+pub struct Seconds(Family<SeriesLabels, Counter<f64, std::sync::atomic::AtomicU64>>);
 
 impl Seconds {
     /// Shows that much more.
@@ -111,7 +111,7 @@ impl Seconds {
 
 /// Histograms of durations, by labels; cheap to clone.
 #[derive(Clone, Debug)]
-pub struct Histograms(Family<Labels, Histogram, fn() -> Histogram>);
+pub struct Histograms(Family<SeriesLabels, Histogram, fn() -> Histogram>);
 
 /// The buckets from a millisecond to two minutes, which cover the waits of the control plane.
 const BUCKETS_S: [f64; 12] = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0];
