@@ -109,8 +109,8 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
     controller.serve(&mut servers).await?;
     controller.started();
     let result = match controller.work(&mut servers, &mut signals).await {
-        End::AtOnce(result) => return result,
-        End::InOrder(result) => result,
+        ServeEnd::AtOnce(result) => return result,
+        ServeEnd::InOrder(result) => result,
     };
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
     // No work has to be completed: the next start continues it.
@@ -120,7 +120,7 @@ pub async fn serve(config: Config) -> Result<(), ServeError> {
 }
 
 /// The end of the work of a controller.
-enum End {
+enum ServeEnd {
     /// Another controller may start to work within seconds.
     AtOnce(Result<(), ServeError>),
     /// Calls may end, and the lease is released.
@@ -197,14 +197,14 @@ impl ControllerDaemon {
     }
 
     /// Reconciles until a signal, or until this controller cannot continue.
-    async fn work(&mut self, servers: &mut Servers, signals: &mut Signals) -> End {
+    async fn work(&mut self, servers: &mut Servers, signals: &mut Signals) -> ServeEnd {
         tokio::select! {
-            result = self.reconciling.run() => End::InOrder(result.map_err(ServeError::Store)),
-            error = self.tasks.lost() => End::AtOnce(Err(error)),
-            Some(ended) = servers.ended() => End::AtOnce(ended),
+            result = self.reconciling.run() => ServeEnd::InOrder(result.map_err(ServeError::Store)),
+            error = self.tasks.lost() => ServeEnd::AtOnce(Err(error)),
+            Some(ended) = servers.ended() => ServeEnd::AtOnce(ended),
             name = signals.next() => {
                 tracing::info!(signal = name, "stopping");
-                End::InOrder(Ok(()))
+                ServeEnd::InOrder(Ok(()))
             }
         }
     }

@@ -17,7 +17,7 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
 /// The connections to all agents with a known address.
-pub(super) struct Connections {
+pub(super) struct AgentConnections {
     /// None: only agents on this host are connected to.
     credentials: Option<Credentials>,
     by_node: RwLock<BTreeMap<NodeName, AgentConnection>>,
@@ -31,10 +31,10 @@ pub(super) struct AgentConnection {
     asking_for_disks: Arc<Mutex<()>>,
 }
 
-impl Connections {
+impl AgentConnections {
     /// Creates an empty collection. Agents on other hosts have to prove the name of their node.
-    pub(super) fn new(credentials: Option<Credentials>) -> Connections {
-        Connections { credentials, by_node: RwLock::default() }
+    pub(super) fn new(credentials: Option<Credentials>) -> AgentConnections {
+        AgentConnections { credentials, by_node: RwLock::default() }
     }
 
     /// Makes a connection to the agent of `node`, which is opened by the first call.
@@ -113,8 +113,8 @@ mod tests {
         format!("unix:///run/{socket}").parse().unwrap()
     }
 
-    fn connected(nodes: &[&str]) -> Connections {
-        let connections = Connections::new(None);
+    fn connected(nodes: &[&str]) -> AgentConnections {
+        let connections = AgentConnections::new(None);
         for name in nodes {
             let connection = connections.connect(&node(name), &url(name)).unwrap();
             connections.insert(node(name), connection);

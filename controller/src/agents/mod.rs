@@ -25,7 +25,7 @@ use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 use self::cluster::OfCluster;
-use self::connections::Connections;
+use self::connections::AgentConnections;
 use self::convert::AgentRequest;
 pub(crate) use self::discover::ASKED_MAX;
 pub use self::requests::{Found, FoundTrash};
@@ -105,7 +105,7 @@ pub struct Fleet {
     queue: Arc<WorkQueue>,
     metrics: Metrics,
     configured: BTreeMap<NodeName, ServerUrl>,
-    connections: Connections,
+    connections: AgentConnections,
     agents: RwLock<Agents>,
 }
 
@@ -146,7 +146,7 @@ impl Fleet {
             queue,
             metrics,
             configured: nodes.clone(),
-            connections: Connections::new(credentials),
+            connections: AgentConnections::new(credentials),
             agents: RwLock::default(),
         };
         for (node, url) in nodes {

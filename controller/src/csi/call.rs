@@ -12,7 +12,7 @@ const NAME_MAX_CHARS: usize = 128;
 
 /// A running call; the outcome is logged when this is dropped.
 #[derive(Debug)]
-pub(super) struct Call {
+pub(super) struct CsiCall {
     metrics: Metrics,
     method: &'static str,
     volume: String,
@@ -22,12 +22,12 @@ pub(super) struct Call {
     ended: Option<(Code, String)>,
 }
 
-impl Call {
+impl CsiCall {
     /// Creates a call of `method` about a volume and a node, which may be empty.
-    pub(super) fn new(metrics: &Metrics, method: &'static str, volume: &str, node: &str) -> Call {
+    pub(super) fn new(metrics: &Metrics, method: &'static str, volume: &str, node: &str) -> CsiCall {
         let short = |name: &str| name.chars().take(NAME_MAX_CHARS).collect();
         let (metrics, started) = (metrics.clone(), Instant::now());
-        Call { metrics, method, volume: short(volume), node: short(node), started, ended: None }
+        CsiCall { metrics, method, volume: short(volume), node: short(node), started, ended: None }
     }
 
     /// Runs the call and returns its answer, which is also recorded for the log.
@@ -44,9 +44,9 @@ impl Call {
     }
 }
 
-impl Drop for Call {
+impl Drop for CsiCall {
     fn drop(&mut self) {
-        let Call { metrics, method, volume, node, started, ended } = self;
+        let CsiCall { metrics, method, volume, node, started, ended } = self;
         let (volume, node) = (volume.as_str(), node.as_str());
         let took = started.elapsed();
         let code = ended.as_ref().map_or(Code::Cancelled, |(code, _)| *code);

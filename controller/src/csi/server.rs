@@ -9,7 +9,7 @@ use tokio::sync::{Mutex, watch};
 use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
-use super::call::Call;
+use super::call::CsiCall;
 use super::deadline::wait_limit;
 use super::rooms::Rooms;
 use crate::agents::Fleet;
@@ -101,7 +101,7 @@ impl Controller for CsiController {
         request: Request<v1::CreateVolumeRequest>,
     ) -> Answer<v1::CreateVolumeResponse> {
         let (request, deadline) = opened(request);
-        Call::new(&self.metrics, "CreateVolume", &request.name, "")
+        CsiCall::new(&self.metrics, "CreateVolume", &request.name, "")
             .answer(self.create(request, deadline))
             .await
     }
@@ -111,7 +111,7 @@ impl Controller for CsiController {
         request: Request<v1::DeleteVolumeRequest>,
     ) -> Answer<v1::DeleteVolumeResponse> {
         let (request, deadline) = opened(request);
-        Call::new(&self.metrics, "DeleteVolume", &request.volume_id, "")
+        CsiCall::new(&self.metrics, "DeleteVolume", &request.volume_id, "")
             .answer(self.delete(request, deadline))
             .await
     }
@@ -121,7 +121,8 @@ impl Controller for CsiController {
         request: Request<v1::ControllerPublishVolumeRequest>,
     ) -> Answer<v1::ControllerPublishVolumeResponse> {
         let (request, deadline) = opened(request);
-        let call = Call::new(&self.metrics, "ControllerPublishVolume", &request.volume_id, &request.node_id);
+        let call =
+            CsiCall::new(&self.metrics, "ControllerPublishVolume", &request.volume_id, &request.node_id);
         call.answer(self.publish(request, deadline)).await
     }
 
@@ -131,7 +132,7 @@ impl Controller for CsiController {
     ) -> Answer<v1::ControllerUnpublishVolumeResponse> {
         let (request, deadline) = opened(request);
         let call =
-            Call::new(&self.metrics, "ControllerUnpublishVolume", &request.volume_id, &request.node_id);
+            CsiCall::new(&self.metrics, "ControllerUnpublishVolume", &request.volume_id, &request.node_id);
         call.answer(self.unpublish(request, deadline)).await
     }
 
@@ -140,7 +141,7 @@ impl Controller for CsiController {
         request: Request<v1::ValidateVolumeCapabilitiesRequest>,
     ) -> Answer<v1::ValidateVolumeCapabilitiesResponse> {
         let request = request.into_inner();
-        let call = Call::new(&self.metrics, "ValidateVolumeCapabilities", &request.volume_id, "");
+        let call = CsiCall::new(&self.metrics, "ValidateVolumeCapabilities", &request.volume_id, "");
         call.answer(async { self.validate(request) }).await
     }
 
@@ -148,14 +149,16 @@ impl Controller for CsiController {
         &self,
         request: Request<v1::ListVolumesRequest>,
     ) -> Answer<v1::ListVolumesResponse> {
-        Call::new(&self.metrics, "ListVolumes", "", "").answer(async { self.list(request.get_ref()) }).await
+        CsiCall::new(&self.metrics, "ListVolumes", "", "")
+            .answer(async { self.list(request.get_ref()) })
+            .await
     }
 
     async fn get_capacity(
         &self,
         request: Request<v1::GetCapacityRequest>,
     ) -> Answer<v1::GetCapacityResponse> {
-        Call::new(&self.metrics, "GetCapacity", "", "")
+        CsiCall::new(&self.metrics, "GetCapacity", "", "")
             .answer(async { self.capacity(request.into_inner()) })
             .await
     }
@@ -164,7 +167,7 @@ impl Controller for CsiController {
         &self,
         request: Request<v1::ControllerGetVolumeRequest>,
     ) -> Answer<v1::ControllerGetVolumeResponse> {
-        let call = Call::new(&self.metrics, "ControllerGetVolume", &request.get_ref().volume_id, "");
+        let call = CsiCall::new(&self.metrics, "ControllerGetVolume", &request.get_ref().volume_id, "");
         call.answer(async { self.get(request.get_ref()) }).await
     }
 
@@ -173,7 +176,7 @@ impl Controller for CsiController {
         request: Request<v1::ControllerExpandVolumeRequest>,
     ) -> Answer<v1::ControllerExpandVolumeResponse> {
         let (request, deadline) = opened(request);
-        let call = Call::new(&self.metrics, "ControllerExpandVolume", &request.volume_id, "");
+        let call = CsiCall::new(&self.metrics, "ControllerExpandVolume", &request.volume_id, "");
         call.answer(self.expand(request, deadline)).await
     }
 

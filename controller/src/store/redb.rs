@@ -20,7 +20,7 @@ use shorthorn_controller_core::objects::{Key, Object, Replica};
 use tokio::sync::broadcast;
 
 use self::ca::{RedbCa, Saves};
-use self::disk::Disk;
+use self::disk::TimedDisk;
 use self::file::StoreFile;
 use self::group_commit::{GroupCommit, Write, WriteResult};
 use self::writer::Writer;
@@ -46,7 +46,7 @@ struct Inner {
     cluster: String,
     cache: Cache,
     group_commit: GroupCommit,
-    disk: Disk<Writer>,
+    disk: TimedDisk<Writer>,
     saves: Saves,
 }
 
@@ -70,7 +70,7 @@ impl RedbStore {
             cluster,
             cache: Cache::new(state),
             group_commit: GroupCommit::new(path.clone()),
-            disk: Disk::new(limit, Writer::new(file, revision, unreadable)),
+            disk: TimedDisk::new(limit, Writer::new(file, revision, unreadable)),
             saves: Saves::default(),
             path,
         };

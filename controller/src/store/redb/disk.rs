@@ -9,7 +9,7 @@ use super::lock;
 
 /// A disk with its content, which one thread at a time uses.
 #[derive(Debug)]
-pub(super) struct Disk<T> {
+pub(super) struct TimedDisk<T> {
     limit: Duration,
     /// Begin of the access that has not ended.
     since: Mutex<Option<Instant>>,
@@ -17,12 +17,12 @@ pub(super) struct Disk<T> {
 }
 
 /// An access; its end is the drop.
-pub(super) struct Access<'a, T> {
+pub(super) struct DiskAccess<'a, T> {
     content: MutexGuard<'a, T>,
     since: &'a Mutex<Option<Instant>>,
 }
 
-impl<T> Deref for Access<'_, T> {
+impl<T> Deref for DiskAccess<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -30,22 +30,22 @@ impl<T> Deref for Access<'_, T> {
     }
 }
 
-impl<T> DerefMut for Access<'_, T> {
+impl<T> DerefMut for DiskAccess<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
         &mut self.content
     }
 }
 
-impl<T> Drop for Access<'_, T> {
+impl<T> Drop for DiskAccess<'_, T> {
     fn drop(&mut self) {
         // The content is locked until after this.
         *lock(self.since) = None;
     }
 }
 
-impl<T> Disk<T> {
-    pub(super) fn new(limit: Duration, content: T) -> Disk<T> {
-        Disk { limit, since: Mutex::default(), content: Mutex::new(content) }
+impl<T> TimedDisk<T> {
+    pub(super) fn new(limit: Duration, content: T) -> TimedDisk<T> {
+        TimedDisk { limit, since: Mutex::default(), content: Mutex::new(content) }
     }
 
     /// The longest that a caller waits.
@@ -54,10 +54,10 @@ impl<T> Disk<T> {
     }
 
     /// Begins an access once no other thread has one.
-    pub(super) fn access(&self) -> Access<'_, T> {
+    pub(super) fn access(&self) -> DiskAccess<'_, T> {
         let content = lock(&self.content);
         *lock(&self.since) = Some(Instant::now());
-        Access { content, since: &self.since }
+        DiskAccess { content, since: &self.since }
     }
 
     /// Checks that no access lasts longer than the limit.
@@ -76,8 +76,8 @@ mod tests {
 
     #[test]
     fn an_access_that_lasts_too_long_is_reported_until_it_ends() {
-        let disk = Disk::new(Duration::ZERO, 1);
-        let long = Disk::new(Duration::from_secs(3600), 1);
+        let disk = TimedDisk::new(Duration::ZERO, 1);
+        let long = TimedDisk::new(Duration::from_secs(3600), 1);
         assert!(long.check().is_ok(), "no access has begun");
         let (mut access, _other) = (disk.access(), long.access());
         *access += 1;

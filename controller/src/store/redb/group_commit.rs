@@ -39,19 +39,19 @@ impl Write {
 pub(super) type WriteResult = Result<Option<Object>, StoreError>;
 
 /// The place where the caller of a write finds its answer.
-type Slot = Arc<Mutex<Option<WriteResult>>>;
+type AnswerSlot = Arc<Mutex<Option<WriteResult>>>;
 
 /// A write, and where its caller finds the answer.
 #[derive(Debug)]
-struct Waiting {
+struct WaitingWrite {
     write: Write,
-    answer: Slot,
+    answer: AnswerSlot,
 }
 
 /// Writes whose commit has not begun.
 #[derive(Debug, Default)]
 struct CommitQueue {
-    waiting: VecDeque<Waiting>,
+    waiting: VecDeque<WaitingWrite>,
     /// True if a caller commits; all others wait for that.
     is_committing: bool,
 }
@@ -78,9 +78,9 @@ impl GroupCommit {
         write: Write,
         mut commit: impl FnMut(Vec<Write>) -> Vec<WriteResult>,
     ) -> WriteResult {
-        let answer = Slot::default();
+        let answer = AnswerSlot::default();
         let mut queue = lock(&self.queue);
-        queue.waiting.push_back(Waiting { write, answer: Arc::clone(&answer) });
+        queue.waiting.push_back(WaitingWrite { write, answer: Arc::clone(&answer) });
         loop {
             if let Some(answer) = lock(&answer).take() {
                 return answer;
@@ -119,7 +119,7 @@ impl GroupCommit {
 /// Held by the caller that commits. Its end wakes all others, also after a panic.
 pub(super) struct CommitGuard<'a> {
     group: &'a GroupCommit,
-    answers: Vec<Slot>,
+    answers: Vec<AnswerSlot>,
 }
 
 impl Drop for CommitGuard<'_> {
@@ -136,7 +136,7 @@ impl Drop for CommitGuard<'_> {
 }
 
 /// The writes at the front of the queue, up to the second one of an object.
-fn next_batch(queue: &mut VecDeque<Waiting>) -> Vec<Waiting> {
+fn next_batch(queue: &mut VecDeque<WaitingWrite>) -> Vec<WaitingWrite> {
     let (mut keys, mut batch) = (BTreeSet::new(), Vec::new());
     while batch.len() < WRITES_MAX {
         let Some(next) = queue.pop_front() else { break };
