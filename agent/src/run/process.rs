@@ -25,17 +25,17 @@ use crate::supervision::{
 const LIMITS: EndLimits = EndLimits { orderly: None, stop: STOP_LIMIT };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
+pub enum ProcessRole {
     /// The engine of the volume.
     Engine,
     Replica(ReplicaId),
 }
 
-impl fmt::Display for Role {
+impl fmt::Display for ProcessRole {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Role::Engine => f.write_str("engine"),
-            Role::Replica(id) => write!(f, "replica {id}"),
+            ProcessRole::Engine => f.write_str("engine"),
+            ProcessRole::Replica(id) => write!(f, "replica {id}"),
         }
     }
 }
@@ -43,7 +43,7 @@ impl fmt::Display for Role {
 /// A process that is restarted when it ends.
 #[derive(Debug)]
 pub struct VolumeProcess {
-    pub role: Role,
+    pub role: ProcessRole,
     /// Paths of its spec, its pid file and its sockets.
     pub files: ProcessFiles,
     /// The last status since the last start.
@@ -69,7 +69,7 @@ struct RunningChild {
 impl VolumeProcess {
     /// Creates a process that is not started yet; `index` comes back in its `events`.
     pub fn new(
-        role: Role,
+        role: ProcessRole,
         index: usize,
         files: ProcessFiles,
         with_parent: bool,
@@ -83,7 +83,7 @@ impl VolumeProcess {
             index,
             with_parent,
             events,
-            lifecycle: Lifecycle::new(LIMITS, role == Role::Engine),
+            lifecycle: Lifecycle::new(LIMITS, role == ProcessRole::Engine),
             starts: 0,
             running: None,
             store: None,
@@ -158,7 +158,7 @@ impl VolumeProcess {
     }
 
     fn spawn(&mut self) -> Result<(), RunError> {
-        if self.role == Role::Engine && self.store.is_none() {
+        if self.role == ProcessRole::Engine && self.store.is_none() {
             let store = DescriptorStore::open(&self.files.notify);
             self.store = Some(store.map_err(RunError::at(&self.files.notify))?);
         }
@@ -176,7 +176,7 @@ impl VolumeProcess {
         // The very program that runs, even if its file has been replaced since.
         let invocation = Invocation {
             program: Path::new("/proc/self/exe"),
-            is_engine: self.role == Role::Engine,
+            is_engine: self.role == ProcessRole::Engine,
             spec: &self.files.spec,
             pid_file: &self.files.pid,
             error_file: &self.files.error,

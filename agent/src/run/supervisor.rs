@@ -14,7 +14,7 @@ use crate::cli::RunArgs;
 use crate::roles::STOPPED;
 use crate::run::announce::{Pids, ReadyAnnouncement, ReadyReplica, nbd_uri};
 use crate::run::events::{self, SupervisorEvent};
-use crate::run::process::{Role, VolumeProcess};
+use crate::run::process::{ProcessRole, VolumeProcess};
 use crate::run::runtime::RuntimeDir;
 use crate::run::volume::{VolumeDir, private_dir};
 use crate::run::{RunError, dies_with_supervisor};
@@ -48,12 +48,13 @@ impl Supervisor {
         let mut processes = Vec::new();
         for (index, id) in volume.file().replicas.iter().copied().enumerate() {
             let files = runtime.replica(id);
-            let process = VolumeProcess::new(Role::Replica(id), index, files, with_parent, sender.clone());
+            let process =
+                VolumeProcess::new(ProcessRole::Replica(id), index, files, with_parent, sender.clone());
             store_spec(&process.files.spec, &replica_spec(args, &volume, &process, id)?)?;
             processes.push(process);
         }
         let index = processes.len();
-        let engine = VolumeProcess::new(Role::Engine, index, runtime.engine(), with_parent, sender);
+        let engine = VolumeProcess::new(ProcessRole::Engine, index, runtime.engine(), with_parent, sender);
         store_spec(&engine.files.spec, &engine_spec(args, &volume, &engine, &processes))?;
         processes.push(engine);
         let ready_limit = Duration::from_secs(args.ready_timeout);
@@ -70,7 +71,7 @@ impl Supervisor {
     fn serve(&mut self) -> Result<(), RunError> {
         let deadline = Instant::now() + self.ready_limit;
         let (engine, replicas) = self.processes.split_last_mut().expect("the engine is always there");
-        debug_assert_eq!(engine.role, Role::Engine);
+        debug_assert_eq!(engine.role, ProcessRole::Engine);
         for replica in replicas {
             replica.start()?;
         }
@@ -112,7 +113,7 @@ impl Supervisor {
         let may_lose_replicas = self.volume.file().initialised;
         for process in &mut self.processes {
             let Some((_, message)) = process.ended()? else { continue };
-            let replaceable = may_lose_replicas && process.role != Role::Engine;
+            let replaceable = may_lose_replicas && process.role != ProcessRole::Engine;
             if !self.announced && !replaceable {
                 return Err(RunError::Ended { role: process.role.to_string(), message });
             }
@@ -195,7 +196,7 @@ impl Supervisor {
     }
 
     fn ready_replica(&self, process: &VolumeProcess) -> Option<ReadyReplica> {
-        let Role::Replica(id) = process.role else { return None };
+        let ProcessRole::Replica(id) = process.role else { return None };
         Some(ReadyReplica { id, directory: self.volume.replica_dir(id), pid: process.pid() })
     }
 
@@ -221,7 +222,7 @@ impl Supervisor {
             for process in &mut *processes {
                 if let Some((status, message)) = process.ended()? {
                     tracing::debug!(role = %process.role, "stopped");
-                    let stopped = process.role == Role::Engine && status.code() == Some(STOPPED);
+                    let stopped = process.role == ProcessRole::Engine && status.code() == Some(STOPPED);
                     if !status.success() && !stopped {
                         unclean = Some(RunError::Unclean { role: process.role.to_string(), message });
                     }

@@ -43,7 +43,7 @@ use self::channel::Channel;
 use self::commands::{Portal, Target};
 use self::queue::{FileState, FuseQueue};
 use self::session::IscsiSession;
-use self::target::{Files, ProcessHandle, TargetServer};
+use self::target::{ProcessHandle, TargetFiles, TargetServer};
 
 pub use self::commands::IscsiIdentity;
 pub(crate) use self::support::support;
@@ -82,7 +82,7 @@ pub fn prepare_iscsi(
     support(true)
         .map(drop)
         .map_err(|reason| FrontendError::Unsupported { frontend: FrontendKind::Iscsi, reason })?;
-    let files = Files::new(spec.socket_path.with_extension("iscsi"))
+    let files = TargetFiles::new(spec.socket_path.with_extension("iscsi"))
         .map_err(|source| system(format!("make the iSCSI target of {}", spec.volume), source))?;
     if spec.previous.is_none() {
         // Requests that wait there are of another attachment.
@@ -159,7 +159,7 @@ fn choose_portal(spec: &FrontendSpec) -> Result<Portal, FrontendError> {
 /// Takes over the file of the last engine if that has handed it over and its target still works.
 fn take_over(
     spec: &FrontendSpec,
-    files: &Files,
+    files: &TargetFiles,
     handed_over: Vec<QueueSocket>,
 ) -> Result<Option<(Channel, ProcessHandle)>, FrontendError> {
     let channel = handed_over.into_iter().next().and_then(|handed| Channel::adopt(handed.socket));
@@ -171,7 +171,7 @@ fn take_over(
 }
 
 /// Removes the file of a dead engine with the tgtd that waits for it, and mounts a new one.
-fn replace_mount(volume: &VolumeName, files: &Files) -> Result<Channel, FrontendError> {
+fn replace_mount(volume: &VolumeName, files: &TargetFiles) -> Result<Channel, FrontendError> {
     target::remove(files)
         .map_err(|source| system(format!("remove the iSCSI target that {volume} had before"), source))?;
     let disk = files.disk();
@@ -211,7 +211,7 @@ pub fn remove_iscsi_leftovers(volume: &VolumeName, device_dir: &Path) -> Result<
             session.give_up().map_err(failed)?;
         }
         if let Some(mounted) = &mounted {
-            let files = Files::of_mount(mounted);
+            let files = TargetFiles::of_mount(mounted);
             target::remove(&files).map_err(failed)?;
             files.remove();
         }

@@ -36,17 +36,17 @@ const RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 /// The files of one volume's target.
 #[derive(Clone, Debug)]
-pub(super) struct Files {
+pub(super) struct TargetFiles {
     directory: PathBuf,
 }
 
-impl Files {
+impl TargetFiles {
     /// The files are in `directory`.
     ///
     /// # Errors
     /// Its path is too long for a socket.
-    pub(super) fn new(directory: PathBuf) -> io::Result<Files> {
-        let files = Files { directory };
+    pub(super) fn new(directory: PathBuf) -> io::Result<TargetFiles> {
+        let files = TargetFiles { directory };
         let length = files.control_socket().as_os_str().len();
         if length <= SOCKET_PATH_MAX_BYTES {
             return Ok(files);
@@ -61,8 +61,8 @@ impl Files {
     }
 
     /// Returns the files of the target whose disk is mounted on `mount`.
-    pub(super) fn of_mount(mount: &Path) -> Files {
-        Files { directory: mount.parent().unwrap_or_else(|| Path::new("/")).to_owned() }
+    pub(super) fn of_mount(mount: &Path) -> TargetFiles {
+        TargetFiles { directory: mount.parent().unwrap_or_else(|| Path::new("/")).to_owned() }
     }
 
     /// Returns the path of the FUSE file.
@@ -160,7 +160,7 @@ fn is_running(stat: &str) -> bool {
 ///
 /// # Errors
 /// The obstacle.
-pub(super) fn remove(files: &Files) -> io::Result<()> {
+pub(super) fn remove(files: &TargetFiles) -> io::Result<()> {
     let process = files.process()?;
     if let Some(process) = &process {
         process.kill()?;
@@ -174,7 +174,7 @@ pub(super) fn remove(files: &Files) -> io::Result<()> {
 pub(super) struct TargetServer {
     pub(super) target: Target,
     pub(super) host: Host,
-    pub(super) files: Files,
+    pub(super) files: TargetFiles,
     /// The descriptor of the FUSE file, for tgtd.
     fuse: OwnedFd,
     state: Mutex<TgtdState>,
@@ -187,7 +187,7 @@ struct TgtdState {
 }
 
 impl TargetServer {
-    pub(super) fn new(target: Target, host: Host, files: Files, fuse: OwnedFd) -> TargetServer {
+    pub(super) fn new(target: Target, host: Host, files: TargetFiles, fuse: OwnedFd) -> TargetServer {
         TargetServer { target, host, files, fuse, state: Mutex::default() }
     }
 
@@ -357,7 +357,7 @@ mod tests {
     #[test]
     fn the_process_behind_the_control_socket_is_found() {
         let dir = tempfile::tempdir().unwrap();
-        let files = Files::new(dir.path().to_owned()).unwrap();
+        let files = TargetFiles::new(dir.path().to_owned()).unwrap();
         assert!(files.process().unwrap().is_none());
         let listener = UnixListener::bind(dir.path().join("c.0")).unwrap();
         assert_eq!(files.process().unwrap().unwrap().pid, i32::try_from(std::process::id()).unwrap());
@@ -381,7 +381,7 @@ mod tests {
 
     #[test]
     fn a_path_that_is_too_long_for_a_socket_is_refused_in_words() {
-        let error = Files::new(format!("/{}", "r".repeat(110)).into()).unwrap_err();
+        let error = TargetFiles::new(format!("/{}", "r".repeat(110)).into()).unwrap_err();
         assert!(error.to_string().contains("shorter runtime_dir"), "{error}");
     }
 }
