@@ -12,7 +12,7 @@ pub(crate) enum Job {
     Idle,
     Flush(FlushFor),
     Copy(Copy),
-    Check(Check),
+    Check(RangeCheck),
 }
 
 /// The reason of a flush.
@@ -26,7 +26,7 @@ pub(crate) enum FlushFor {
 
 /// Members are asked for the check of a range.
 #[derive(Clone, Debug)]
-pub(crate) struct Check {
+pub(crate) struct RangeCheck {
     pub range: ByteRange,
     pub checks: [Option<VolumeCheck>; MAX_MEMBERS],
     /// True if the job repairs differing blocks.

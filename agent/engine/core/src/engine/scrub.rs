@@ -7,7 +7,7 @@ use shorthorn_types::{ByteRange, Errno};
 use super::EngineCore;
 use crate::copy::{Copy, CopyReason};
 use crate::event::{Output, Outputs, ScrubConfig};
-use crate::job::{Check, Job};
+use crate::job::{Job, RangeCheck};
 use crate::membership::{PeerIndex, PeerMask};
 use crate::ranges::RangeAccess;
 use crate::request::Operation;
@@ -50,7 +50,7 @@ impl EngineCore {
     }
 
     fn check(&mut self, id: SlotId, range: ByteRange, repairs: bool, out: &mut Outputs) {
-        let check = Check { range, checks: [None; MAX_MEMBERS], repairs, rotten: PeerMask::NONE };
+        let check = RangeCheck { range, checks: [None; MAX_MEMBERS], repairs, rotten: PeerMask::NONE };
         self.take_slot(id, Job::Check(check));
         if self.dispatch.enter(id, range, RangeAccess::Modify) {
             self.advance(id, out);
