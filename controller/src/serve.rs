@@ -21,7 +21,7 @@ use thiserror::Error;
 
 use self::in_kubernetes::InKubernetes;
 use self::leader_tasks::LeaderTasks;
-use self::open::{Opened, open};
+use self::open::{OpenedStore, open};
 use self::reconciling::Reconciling;
 use self::servers::Servers;
 use self::signals::Signals;
@@ -142,10 +142,10 @@ impl ControllerDaemon {
     /// Opens the CA, and starts the tasks that need no server.
     async fn new(
         config: Config,
-        opened: Opened,
+        opened: OpenedStore,
         source: Arc<ControllerMetrics>,
     ) -> Result<ControllerDaemon, ServeError> {
-        let Opened { ca_storage, store, mut tasks, kubernetes } = opened;
+        let OpenedStore { ca_storage, store, mut tasks, kubernetes } = opened;
         let (metrics, readiness) = (source.metrics(), Arc::clone(source.readiness()));
         let store = Arc::new(Metered::new(store, metrics.clone(), readiness));
         tasks.spawn(Arc::clone(&store).follow());

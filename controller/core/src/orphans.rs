@@ -10,7 +10,7 @@ use crate::{ClusterState, NodeName};
 
 /// A directory that an agent has found.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Directory {
+pub struct FoundDirectory {
     /// The node whose agent has reported the directory.
     pub node: NodeName,
     /// The disk there.
@@ -23,7 +23,7 @@ pub struct Directory {
     pub replica_id: ReplicaId,
 }
 
-impl Directory {
+impl FoundDirectory {
     /// Returns the name of the replica.
     #[must_use]
     pub fn name(&self) -> String {
@@ -40,11 +40,11 @@ pub fn parse(name: &str) -> Option<(VolumeName, ReplicaId)> {
 
 /// Returns the directories that belong to no replica.
 #[must_use]
-pub fn orphans(cluster: &ClusterState, found: Vec<Directory>) -> Vec<Directory> {
+pub fn orphans(cluster: &ClusterState, found: Vec<FoundDirectory>) -> Vec<FoundDirectory> {
     // A replica that was left out may be in its place, and an engine that was left out may use any of its
     // volume.
-    let may_be_known = |directory: &Directory| cluster.unknown_of(directory.volume.as_str()).is_some();
-    let is_known = |directory: &Directory| {
+    let may_be_known = |directory: &FoundDirectory| cluster.unknown_of(directory.volume.as_str()).is_some();
+    let is_known = |directory: &FoundDirectory| {
         cluster.replicas.get(&directory.name()).is_some_and(|replica| {
             let is_same_location =
                 replica.spec.node_id == directory.node && replica.spec.disk_path == directory.disk_path;
@@ -53,7 +53,7 @@ pub fn orphans(cluster: &ClusterState, found: Vec<Directory>) -> Vec<Directory> 
                 || directory.disk_uuid.is_some() && directory.disk_uuid == replica.spec.disk_uuid()
         })
     };
-    let mut orphans: Vec<Directory> =
+    let mut orphans: Vec<FoundDirectory> =
         found.into_iter().filter(|directory| !is_known(directory) && !may_be_known(directory)).collect();
     orphans.sort();
     orphans
@@ -65,12 +65,12 @@ pub fn orphans(cluster: &ClusterState, found: Vec<Directory>) -> Vec<Directory> 
 /// [`RequestError::NoOrphan`]: it does not exist, or belongs to a volume. [`RequestError::LeftOut`]: it may.
 pub fn find(
     cluster: &ClusterState,
-    found: Vec<Directory>,
+    found: Vec<FoundDirectory>,
     node: &str,
     disk_path: &str,
     name: &str,
-) -> Result<Directory, RequestError> {
-    let is_meant = |directory: &Directory| {
+) -> Result<FoundDirectory, RequestError> {
+    let is_meant = |directory: &FoundDirectory| {
         directory.node.as_str() == node && directory.disk_path == disk_path && directory.name() == name
     };
     if let Some((volume, _)) = parse(name) {
@@ -89,11 +89,11 @@ mod tests {
     use crate::Timestamp;
     use crate::objects::{DesireState, Metadata, Replica, StoredReplicaStatus};
 
-    fn directory(node: &str, disk_path: &str, name: &str) -> Directory {
+    fn directory(node: &str, disk_path: &str, name: &str) -> FoundDirectory {
         let (volume, replica_id) = parse(name).unwrap();
         let node = NodeName::new(node).unwrap();
         let disk_uuid = Some("u".to_owned());
-        Directory { node, disk_path: disk_path.to_owned(), disk_uuid, volume, replica_id }
+        FoundDirectory { node, disk_path: disk_path.to_owned(), disk_uuid, volume, replica_id }
     }
 
     #[test]

@@ -8,7 +8,7 @@ use shorthorn_controller_core::observed::{
     AgentInfo, DeadMount, Detail, Instance, InstanceKey, InstanceKind, InstanceState, ObservedDisk,
     ObservedEngine, ObservedReplica,
 };
-use shorthorn_controller_core::orphans::{self, Directory};
+use shorthorn_controller_core::orphans::{self, FoundDirectory};
 use shorthorn_controller_core::salvage::Inspection;
 use shorthorn_controller_core::undelete::{DataAge, Trashed};
 use shorthorn_controller_core::{AgentCall, NodeName, ReplicaTarget, StartEngine, StartReplica};
@@ -277,13 +277,13 @@ pub(crate) fn trashed(node: &NodeName, trashed: &v1::TrashedReplica) -> Option<T
 }
 
 /// Returns the directories of replicas on these disks.
-pub(super) fn directories(node: &NodeName, disks: Vec<v1::Disk>) -> Vec<Directory> {
+pub(super) fn directories(node: &NodeName, disks: Vec<v1::Disk>) -> Vec<FoundDirectory> {
     let of_disk = |disk: v1::Disk| {
         let (path, uuid) = (disk.path, nonempty(disk.uuid));
         let directory = move |name: String| {
             let (volume, replica_id) = orphans::parse(&name)?;
             let (disk_path, disk_uuid) = (path.clone(), uuid.clone());
-            Some(Directory { node: node.clone(), disk_path, disk_uuid, volume, replica_id })
+            Some(FoundDirectory { node: node.clone(), disk_path, disk_uuid, volume, replica_id })
         };
         disk.replicas.into_iter().filter_map(directory)
     };

@@ -5,7 +5,7 @@ use std::time::Duration;
 use shorthorn_api::v1;
 use shorthorn_controller_core::NodeName;
 use shorthorn_controller_core::observed::{ObservedAgent, ObservedDisk};
-use shorthorn_controller_core::orphans::Directory;
+use shorthorn_controller_core::orphans::FoundDirectory;
 use shorthorn_controller_core::undelete::Trashed;
 use shorthorn_types::{ReplicaId, VolumeName};
 use tonic::{Response, Status};
@@ -152,7 +152,7 @@ impl Fleet {
     }
 
     /// Returns the directories of replicas on the disks of these nodes.
-    pub async fn directories(&self, nodes: Vec<NodeName>) -> Found<Directory> {
+    pub async fn directories(&self, nodes: Vec<NodeName>) -> Found<FoundDirectory> {
         let ask = |mut client: Client| async move {
             client.list_disks(limited(v1::ListDisksRequest {}, CALL_LIMIT)).await
         };

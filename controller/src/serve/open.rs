@@ -29,7 +29,7 @@ const CLAIMS_LIMIT: Duration = Duration::from_secs(10);
 const LOG_LIMIT: Duration = Duration::from_millis(100);
 
 /// An open store that this controller may write, and the parts that belong to it.
-pub(super) struct Opened {
+pub(super) struct OpenedStore {
     /// The place for the CA.
     pub(super) ca_storage: Arc<dyn CaStorage>,
     pub(super) store: Arc<dyn Store>,
@@ -39,18 +39,18 @@ pub(super) struct Opened {
 }
 
 /// Opens the store. With Kubernetes it first waits until this controller leads.
-pub(super) async fn open(config: &StoreConfig, readiness: &Readiness) -> Result<Opened, ServeError> {
+pub(super) async fn open(config: &StoreConfig, readiness: &Readiness) -> Result<OpenedStore, ServeError> {
     match config {
         StoreConfig::File(path) => {
             let store = Arc::new(RedbStore::open(path)?);
             let ca_storage = store.ca_storage();
-            Ok(Opened { ca_storage, store, tasks: LeaderTasks::alone(), kubernetes: None })
+            Ok(OpenedStore { ca_storage, store, tasks: LeaderTasks::alone(), kubernetes: None })
         }
         StoreConfig::Kubernetes(config) => lead(config, readiness).await,
     }
 }
 
-async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened, ServeError> {
+async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<OpenedStore, ServeError> {
     let client = connect(config).await?;
     let status = "waiting for the lease".to_owned();
     // Standing by is all that can be asked of it for now.
@@ -89,7 +89,7 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     tasks.spawn(guard_pods.run());
     let ca_storage: Arc<dyn CaStorage> = Arc::new(CaSecret::new(client.clone(), &config.namespace));
     let kubernetes = Some(InKubernetes::new(client, machines, events, config));
-    Ok(Opened { ca_storage, store, tasks, kubernetes })
+    Ok(OpenedStore { ca_storage, store, tasks, kubernetes })
 }
 
 /// Starts the task that records the claims of volumes, and waits for its first round. Objects that were

@@ -35,11 +35,11 @@ const CSI_CALLS_MAX: usize = 256;
 /// requests of 64 KiB.
 const TLS_CALLS_MAX: usize = 64;
 
-type Ended = Result<(), tonic::transport::Error>;
+type ServerEnd = Result<(), tonic::transport::Error>;
 
 /// The running servers. They end with this value.
 pub(super) struct Servers {
-    running: JoinSet<Ended>,
+    running: JoinSet<ServerEnd>,
     stop: watch::Sender<bool>,
     /// The sockets in the file system that were made.
     sockets: Vec<PathBuf>,

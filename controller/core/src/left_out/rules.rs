@@ -11,7 +11,7 @@ use crate::lost_disk::RemoveDisk;
 use crate::lost_node::DeleteNode;
 use crate::objects::{CurrentState, DesireState, Key, Kind, Object, Secret, VolumeState};
 use crate::observed::{AgentLink, Agents};
-use crate::orphans::{self, Directory};
+use crate::orphans::{self, FoundDirectory};
 use crate::reboot::Needed;
 use crate::reconcile::{Context, Settings, reconcile};
 use crate::requests::{self, CreateVolume, RequestError, SalvageVolume};
@@ -153,7 +153,7 @@ fn calls_of_csi_wait_for_a_volume_that_was_left_out() {
 
 #[test]
 fn a_directory_is_not_an_orphan_if_an_object_of_its_volume_was_left_out() {
-    let directory = Directory {
+    let directory = FoundDirectory {
         node: NodeName::new("c").unwrap(),
         disk_path: DISK.to_owned(),
         disk_uuid: None,
