@@ -16,7 +16,7 @@ use super::calls::limited;
 use super::error::CtlError;
 use super::format::Format;
 use super::list::{ListKind, ListOptions, Lister, watch};
-use super::reach::{ClusterAccess, Reached, reach};
+use super::reach::{ClusterAccess, ReachedController, reach};
 use super::tls::Certificates;
 use super::wait::{Drained, drain_rest, drained};
 use super::{bundle, manual, output, placement, upgrade};
@@ -32,7 +32,7 @@ pub async fn run(cli: Cli) -> Result<(), CtlError> {
         CtlCommand::Man { directory } => return manual::pages(directory),
         _ => {}
     }
-    let Reached { channel, name, cluster } = reach(&cli.reach).await?;
+    let ReachedController { channel, name, cluster } = reach(&cli.reach).await?;
     let client = ControllerClient::new(channel.clone());
     let session =
         ControllerSession { client, channel, server: name, format: cli.output, cluster: cluster.clone() };

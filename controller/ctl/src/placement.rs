@@ -15,7 +15,7 @@ use super::calls::limited;
 use super::error::{CtlError, is_unreachable};
 use super::format::Format;
 use super::output::{dash, facts, for_programs, node_table};
-use super::wait::{HELD_LIMIT, Progress};
+use super::wait::{HELD_LIMIT, ProgressLine};
 
 /// The least time between two questions.
 const POLL: Duration = Duration::from_millis(500);
@@ -66,7 +66,7 @@ pub(super) async fn evict(
     name: String,
     limit: Option<Duration>,
 ) -> Result<String, CtlError> {
-    let progress = Progress::start();
+    let progress = ProgressLine::start();
     let (mut deadline, mut held_since, mut was_there) = (None, None, false);
     loop {
         let request = limited(v1::EvictReplicaRequest { name: name.clone() });

@@ -10,7 +10,7 @@ use tonic::transport::Channel;
 
 use super::args::RebalanceArgs;
 use super::error::{CtlError, is_unreachable};
-use super::wait::{HELD_LIMIT, Progress};
+use super::wait::{HELD_LIMIT, ProgressLine};
 
 /// The longest that one question may take: the controller looks at all volumes and all nodes.
 const CALL_LIMIT: Duration = Duration::from_secs(60);
@@ -59,7 +59,7 @@ async fn until_even(
     limit: Duration,
 ) -> Result<(v1::RebalanceResponse, usize), CtlError> {
     let deadline = Instant::now() + limit;
-    let progress = Progress::start();
+    let progress = ProgressLine::start();
     let mut begun = 0;
     let mut held_since = None;
     loop {

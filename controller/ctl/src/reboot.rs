@@ -13,7 +13,7 @@ use super::calls::limited;
 use super::error::{CtlError, is_unreachable};
 use super::format::Format;
 use super::output::{for_programs, print};
-use super::wait::Progress;
+use super::wait::ProgressLine;
 
 /// The interval of queries.
 const POLL: Duration = Duration::from_secs(1);
@@ -43,7 +43,7 @@ pub(super) async fn can_reboot(
     args: CanRebootArgs,
 ) -> Result<String, CtlError> {
     let deadline = Instant::now() + args.timeout;
-    let progress = Progress::start();
+    let progress = ProgressLine::start();
     loop {
         let request = limited(v1::CheckRebootRequest { node: args.name.clone() });
         match client.check_reboot(request).await {

@@ -22,7 +22,7 @@ use super::calls::limited;
 use super::error::CtlError;
 use super::format::{Format, seconds};
 use super::output;
-use replace::{Failure, One, is_passing, is_serving, needs_upgrade};
+use replace::{FailedReplacement, One, is_passing, is_serving, needs_upgrade};
 
 /// The number of volumes in a request.
 const PAGE: u32 = 500;
@@ -195,7 +195,9 @@ impl Rollout {
             match running.join_next().await {
                 Some(Ok(Ok(one))) => self.take(one)?,
                 Some(Ok(Err(failure))) => self.fail(failure)?,
-                Some(Err(lost)) => self.fail(Failure { sentence: lost.to_string(), is_general: true })?,
+                Some(Err(lost)) => {
+                    self.fail(FailedReplacement { sentence: lost.to_string(), is_general: true })?
+                }
                 None => return Ok(()),
             }
         }
@@ -210,7 +212,7 @@ impl Rollout {
         Ok(())
     }
 
-    fn fail(&mut self, failure: Failure) -> Result<(), CtlError> {
+    fn fail(&mut self, failure: FailedReplacement) -> Result<(), CtlError> {
         output::complain(&failure.sentence)?;
         self.failures.push(failure.sentence);
         self.is_stopped |= failure.is_general;

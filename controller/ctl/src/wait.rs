@@ -121,7 +121,7 @@ pub(super) async fn wait(
     limit: Duration,
 ) -> Result<Option<v1::Volume>, CtlError> {
     let deadline = Instant::now() + limit;
-    let progress = Progress::start();
+    let progress = ProgressLine::start();
     let mut last = None;
     loop {
         let followed = follow(client, name, goal, &progress, &mut last);
@@ -186,7 +186,7 @@ pub(super) async fn drained(
     limit: Duration,
 ) -> Result<v1::Drain, CtlError> {
     let deadline = Instant::now() + limit;
-    let progress = Progress::start();
+    let progress = ProgressLine::start();
     let mut held_since = None;
     loop {
         let mut request = tonic::Request::new(place.request());
@@ -232,7 +232,7 @@ async fn follow(
     client: &mut ControllerClient<Channel>,
     name: &str,
     goal: &Goal,
-    progress: &Progress,
+    progress: &ProgressLine,
     last: &mut Option<v1::Volume>,
 ) -> Result<Option<v1::Volume>, Broken> {
     let ended = |error: Status| match (error.code(), goal) {
@@ -281,10 +281,10 @@ fn late(name: &str, goal: &Goal, limit: Duration, last: Option<&v1::Volume>) -> 
 }
 
 /// A line on standard error about the condition; only on a terminal.
-pub(super) struct Progress(ProgressBar);
+pub(super) struct ProgressLine(ProgressBar);
 
-impl Progress {
-    pub(super) fn start() -> Progress {
+impl ProgressLine {
+    pub(super) fn start() -> ProgressLine {
         let target = if std::io::stderr().is_terminal() {
             ProgressDrawTarget::stderr()
         } else {
@@ -295,7 +295,7 @@ impl Progress {
             bar.set_style(style);
         }
         bar.enable_steady_tick(Duration::from_millis(100));
-        Progress(bar)
+        ProgressLine(bar)
     }
 
     pub(super) fn say(&self, text: &str) {
@@ -303,7 +303,7 @@ impl Progress {
     }
 }
 
-impl Drop for Progress {
+impl Drop for ProgressLine {
     fn drop(&mut self) {
         self.0.finish_and_clear();
     }

@@ -104,7 +104,7 @@ fn way(args: &ReachArgs, found: HostEnvironment) -> Way {
 }
 
 /// The way to a controller.
-pub(super) struct Reached {
+pub(super) struct ReachedController {
     /// Connects when it is used first, and again when it broke.
     pub(super) channel: Channel,
     /// The name in messages.
@@ -129,7 +129,7 @@ impl ClusterAccess {
 }
 
 /// Finds the way to the controller. Nothing is connected yet.
-pub(super) async fn reach(args: &ReachArgs) -> Result<Reached, CtlError> {
+pub(super) async fn reach(args: &ReachArgs) -> Result<ReachedController, CtlError> {
     let found = HostEnvironment::detect();
     let way = way(args, found);
     if way == Way::Cluster && found.is_pod && args.kubeconfig.is_none() && args.context.is_none() {
@@ -144,7 +144,7 @@ pub(super) async fn reach(args: &ReachArgs) -> Result<Reached, CtlError> {
             let endpoint = endpoint.connect_timeout(CONNECT_LIMIT);
             let channel = url.connect(&endpoint, credentials.as_ref(), Role::Controller);
             let channel = channel.map_err(|error| unreachable(error.to_string()))?;
-            Ok(Reached { channel, name: address, cluster: None })
+            Ok(ReachedController { channel, name: address, cluster: None })
         }
         Way::Cluster => through_cluster(args).await,
     }
@@ -158,7 +158,7 @@ fn identity(path: &Path) -> Result<Credentials, CtlError> {
     Credentials::new(bundle).map_err(|error| failed(error.to_string()))
 }
 
-async fn through_cluster(args: &ReachArgs) -> Result<Reached, CtlError> {
+async fn through_cluster(args: &ReachArgs) -> Result<ReachedController, CtlError> {
     let namespace = args.system_namespace.clone();
     let name = format!("the leading pod in namespace {namespace}");
     let unreachable = |reason: String| CtlError::Unreachable { server: name.clone(), reason };
@@ -170,7 +170,7 @@ async fn through_cluster(args: &ReachArgs) -> Result<Reached, CtlError> {
     let endpoint = endpoint.connect_timeout(FORWARD_LIMIT);
     let endpoint = endpoint.http2_keep_alive_interval(KEEP_ALIVE).keep_alive_timeout(KEEP_ALIVE);
     let channel = endpoint.connect_with_connector_lazy(ForwardConnector::new(streams));
-    Ok(Reached { channel, name, cluster: Some(ClusterAccess { client, namespace, problem }) })
+    Ok(ReachedController { channel, name, cluster: Some(ClusterAccess { client, namespace, problem }) })
 }
 
 #[cfg(test)]

@@ -39,7 +39,7 @@ pub(super) enum UpgradeState {
 
 /// An engine that could not be replaced, or does not serve as well as before.
 #[derive(Debug)]
-pub(super) struct Failure {
+pub(super) struct FailedReplacement {
     /// The engine and the problem.
     pub sentence: String,
     /// True if other engines may have the same problem: the new program, or no controller.
@@ -89,7 +89,7 @@ struct ReplaceProgress {
 impl One {
     /// Replaces the engine, and waits until its volume is as healthy as before. Returns none if the engine
     /// runs the installed program already, or is gone.
-    pub(super) async fn replace(mut self) -> Result<Option<Replaced>, Failure> {
+    pub(super) async fn replace(mut self) -> Result<Option<Replaced>, FailedReplacement> {
         let mut progress = ReplaceProgress::default();
         loop {
             let now = self.get_volume().await?;
@@ -114,7 +114,7 @@ impl One {
     }
 
     /// Returns the volume; none if no controller answers at the moment. A volume that is deleted is detached.
-    async fn get_volume(&mut self) -> Result<Option<v1::Volume>, Failure> {
+    async fn get_volume(&mut self) -> Result<Option<v1::Volume>, FailedReplacement> {
         match self.client.get_volume(limited(v1::GetVolumeRequest { name: self.volume.clone() })).await {
             Ok(now) => Ok(Some(now.into_inner())),
             Err(status) if status.code() == Code::NotFound => Ok(Some(v1::Volume::default())),
@@ -123,7 +123,7 @@ impl One {
         }
     }
 
-    async fn request_upgrade(&mut self, progress: &mut ReplaceProgress) -> Result<(), Failure> {
+    async fn request_upgrade(&mut self, progress: &mut ReplaceProgress) -> Result<(), FailedReplacement> {
         let message = v1::UpgradeVolumeEngineRequest { name: self.volume.clone(), only_outdated: true };
         let mut request = tonic::Request::new(message);
         request.set_timeout(UPGRADE_LIMIT);
@@ -143,12 +143,12 @@ impl One {
         Ok(())
     }
 
-    fn refused(&self, status: &Status) -> Failure {
+    fn refused(&self, status: &Status) -> FailedReplacement {
         self.failure(&CtlError::of(status, &self.server).to_string(), false)
     }
 
     /// Returns the failure of an engine whose time is over.
-    fn late(&self, progress: &ReplaceProgress) -> Failure {
+    fn late(&self, progress: &ReplaceProgress) -> FailedReplacement {
         let why = format!("shorthornctl volume why {} has the reason", self.volume);
         match (progress.state, &progress.lost) {
             (None, _) => self.failure("not replaced in time: no controller answers", true),
@@ -173,9 +173,9 @@ impl One {
         }
     }
 
-    fn failure(&self, problem: &str, is_general: bool) -> Failure {
+    fn failure(&self, problem: &str, is_general: bool) -> FailedReplacement {
         let sentence = format!("the engine of volume {} on node {}: {problem}", self.volume, self.node);
-        Failure { sentence, is_general }
+        FailedReplacement { sentence, is_general }
     }
 }
 
