@@ -3,13 +3,14 @@
 
 /// Messages that shorthornctl prints as they are: the JSON of `--output json` has their fields. Scripts rely
 /// on the names.
-const PRINTED: [&str; 17] = [
+const PRINTED: [&str; 18] = [
     "Condition",
     "CopyStatus",
     "DiscoveredDevice",
     "Drain",
     "DrainLeft",
     "EngineMember",
+    "EngineStatus",
     "Explanation",
     "LeftOut",
     "NodeDisk",
@@ -37,17 +38,50 @@ const RENAMED: [(&str, &str); 10] = [
     ("Salvage.replica_id", "replicaID"),
 ];
 
-/// Fields that are not printed: they are of no use for scripts, or the output has them elsewhere.
-const HIDDEN: [&str; 9] = [
-    "EngineMember.address",
-    "EngineMember.awaited",
-    "EngineMember.message",
-    "EngineMember.mode",
-    "EngineMember.mode_word",
-    "EngineMember.replica_id",
-    "EngineMember.times_awaited",
-    "EngineMember.times_rot_copied",
-    "EngineMember.times_rotten",
+/// Fields that are not printed, by message: they are of no use for scripts, or the output has them elsewhere.
+/// All other fields are printed, which includes new ones.
+const HIDDEN: [(&str, &[&str]); 2] = [
+    (
+        "EngineMember",
+        &[
+            "address",
+            "awaited",
+            "message",
+            "mode",
+            "mode_word",
+            "replica_id",
+            "times_awaited",
+            "times_rot_copied",
+            "times_rotten",
+        ],
+    ),
+    (
+        "EngineStatus",
+        &[
+            "attach",
+            "device",
+            "endpoint",
+            "expansion",
+            "frontend",
+            "frontend_word",
+            "generation",
+            "generation_text",
+            "grant_wanted",
+            "lost_writes",
+            "members",
+            "needs_upgrade",
+            "phase",
+            "phase_word",
+            "read_findings",
+            "resync",
+            "scrub",
+            "size_bytes",
+            "version",
+            "view",
+            "view_text",
+            "volume",
+        ],
+    ),
 ];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -70,8 +104,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let rename = format!("#[serde(rename = {name:?})]");
         builder = builder.field_attribute(format!(".shorthorn.v1.{field}"), rename);
     }
-    for field in HIDDEN {
-        builder = builder.field_attribute(format!(".shorthorn.v1.{field}"), "#[serde(skip)]");
+    for (message, fields) in HIDDEN {
+        for field in fields {
+            builder = builder.field_attribute(format!(".shorthorn.v1.{message}.{field}"), "#[serde(skip)]");
+        }
     }
     builder.compile_protos(&files, &["."])?;
     Ok(())

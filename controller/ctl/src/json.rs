@@ -165,6 +165,9 @@ struct EngineOutput {
     message: String,
     /// Null if the programs are not compared yet.
     needs_upgrade: Option<bool>,
+    /// The printed fields of the status that it reports.
+    #[serde(flatten)]
+    status: v1::EngineStatus,
 }
 
 #[derive(Debug, Serialize)]
@@ -266,6 +269,7 @@ impl From<v1::Engine> for EngineOutput {
             frontend,
             message: engine.message,
             needs_upgrade: engine.needs_upgrade,
+            status: engine.status.unwrap_or_default(),
         }
     }
 }
@@ -340,6 +344,17 @@ mod tests {
         let replica = v1::Replica { replica_id, mode_word, ..v1::Replica::default() };
         assert_eq!(ReplicaOutput::from(replica).mode, "failed");
         assert_eq!(ReplicaOutput::from(v1::Replica::default()).mode, "", "it is not attached");
+    }
+
+    #[test]
+    fn an_engine_is_printed_with_its_keys_in_their_order() {
+        let status = Some(v1::EngineStatus { version: "9".to_owned(), ..v1::EngineStatus::default() });
+        let engine = v1::Engine { node: "n".to_owned(), status, ..v1::Engine::default() };
+        let keys = concat!(
+            r#"{"nodeID":"n","desireState":"","currentState":"","phase":"","view":"","frontend":"","#,
+            r#""message":"","needsUpgrade":null}"#
+        );
+        assert_eq!(serde_json::to_string(&EngineOutput::from(engine)).unwrap(), keys);
     }
 
     #[test]

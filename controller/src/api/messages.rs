@@ -40,7 +40,7 @@ pub(super) fn volume(cluster: &ClusterState, agents: &Agents, volume: &Volume) -
         attach: status.attach.unwrap_or_default(),
         conditions: conditions(&status.conditions),
         replicas: replicas.collect(),
-        engine: engine_object.map(engine),
+        engine: engine_object.map(|object| engine(object).with_reported(shown)),
         created: volume.metadata.creation_timestamp.to_string(),
         replica_soft_anti_affinity: spec.replica_soft_anti_affinity,
         rebuild: Some(v1::RebuildLimits {

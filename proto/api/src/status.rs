@@ -180,6 +180,33 @@ impl v1::Replica {
     }
 }
 
+impl v1::Engine {
+    /// Returns the message with the status that the engine reports, if it reports one.
+    ///
+    /// Fields that this message or that of the volume has are left out. All others are passed on, so that a
+    /// new one is.
+    #[must_use]
+    pub fn with_reported(mut self, status: Option<&EngineStatus>) -> Self {
+        self.status = status.map(|status| v1::EngineStatus {
+            volume: String::new(),
+            phase: v1::EnginePhase::Unspecified.into(),
+            phase_word: String::new(),
+            generation_text: String::new(),
+            view: None,
+            view_text: String::new(),
+            members: Vec::new(),
+            frontend: v1::Frontend::Unspecified.into(),
+            frontend_word: String::new(),
+            endpoint: String::new(),
+            attach: 0,
+            resync: None,
+            scrub: None,
+            ..v1::EngineStatus::from(status)
+        });
+        self
+    }
+}
+
 /// Returns the number; none if it is 0, with which a message has none.
 #[must_use]
 pub fn nonzero(number: u64) -> Option<u64> {

@@ -173,6 +173,19 @@ fn each_part_of_a_status_reads_back() {
 }
 
 #[test]
+fn an_engine_has_the_rest_of_its_status_once() {
+    let status = engine();
+    let shown: v1::Engine = sent(&v1::Engine::default().with_reported(Some(&status)));
+    let rest = shown.status.unwrap();
+    assert_eq!((rest.lost_writes, rest.version.as_str(), rest.device.as_str()), (true, "9", "43:0"));
+    assert_eq!(rest.read_findings.map(ReadFindings::from), status.read_findings);
+    assert_eq!(rest.expansion.map(ExpansionStatus::from), status.expansion);
+    assert!(rest.members.is_empty() && rest.scrub.is_none() && rest.view.is_none());
+    assert_eq!((rest.phase, rest.phase_word.as_str(), rest.view_text.as_str()), (0, "", ""));
+    assert_eq!(v1::Engine::default().with_reported(None), v1::Engine::default());
+}
+
+#[test]
 fn release_0_1_0_reads_a_status_of_this_one() {
     let old: first::EngineStatus = sent(&v1::EngineStatus::from(&engine()));
     assert_eq!((old.phase.as_str(), old.generation.as_str(), old.attach), ("frozen", "3.1#1f3a", 3));
