@@ -3,7 +3,7 @@
 
 /// Messages that shorthornctl prints as they are: the JSON of `--output json` has their fields. Scripts rely
 /// on the names.
-const PRINTED: [&str; 18] = [
+const PRINTED: [&str; 19] = [
     "Condition",
     "CopyStatus",
     "DiscoveredDevice",
@@ -17,6 +17,7 @@ const PRINTED: [&str; 18] = [
     "NodeObject",
     "Orphan",
     "ReplicaMove",
+    "ReplicaStatus",
     "Salvage",
     "ScrubStatus",
     "UpgradeEngineResponse",
@@ -40,7 +41,7 @@ const RENAMED: [(&str, &str); 10] = [
 
 /// Fields that are not printed, by message: they are of no use for scripts, or the output has them elsewhere.
 /// All other fields are printed, which includes new ones.
-const HIDDEN: [(&str, &[&str]); 2] = [
+const HIDDEN: [(&str, &[&str]); 3] = [
     (
         "EngineMember",
         &[
@@ -79,6 +80,22 @@ const HIDDEN: [(&str, &[&str]); 2] = [
             "version",
             "view",
             "view_text",
+            "volume",
+        ],
+    ),
+    (
+        "ReplicaStatus",
+        &[
+            "addresses",
+            "allocated_bytes",
+            "committed",
+            "directory",
+            "failures",
+            "generation",
+            "generation_text",
+            "proposed",
+            "replica_id",
+            "size_bytes",
             "volume",
         ],
     ),

@@ -5,9 +5,10 @@ use std::fmt;
 use std::ops::{Deref, DerefMut};
 
 pub use shorthorn_types::status::{
-    CopyStatus, EnginePhase, EngineStatus, GrantWanted, MemberStatus, ReadFindings, ScrubStatus,
+    CopyStatus, EnginePhase, EngineStatus, GrantWanted, MemberStatus, ObservedReplica, ReadFindings,
+    ScrubStatus,
 };
-use shorthorn_types::{ReplicaId, ReplicaReport, VolumeName};
+use shorthorn_types::{ReplicaId, VolumeName};
 
 pub use crate::objects::ObservedDisk;
 use crate::objects::{FrontendStatus, ReplicaSpec};
@@ -365,22 +366,6 @@ impl ObservedEngine {
     pub fn copy_of(&self, replica: ReplicaId) -> Option<CopyStatus> {
         self.reported.as_ref()?.member(replica)?.copy
     }
-}
-
-/// The status of a replica process according to itself.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ObservedReplica {
-    /// The addresses of its server.
-    pub addresses: Vec<String>,
-    /// The allocated bytes of its directory.
-    pub allocated_bytes: u64,
-    /// The directory, if it is reported.
-    pub directory: Option<String>,
-    /// The attachment whose engine holds it: those of older ones are refused. None: no engine ever did, or it
-    /// does not report one.
-    pub attach: Option<u64>,
-    /// The views that it knows, no older than that.
-    pub views: Option<Box<ReplicaReport>>,
 }
 
 #[cfg(test)]

@@ -189,6 +189,9 @@ pub(super) struct ReplicaOutput {
     #[serde(flatten)]
     member: v1::EngineMember,
     deleting: bool,
+    /// The printed fields of the status of its process.
+    #[serde(flatten)]
+    status: v1::ReplicaStatus,
 }
 
 #[derive(Debug, Serialize)]
@@ -291,6 +294,7 @@ impl From<v1::Replica> for ReplicaOutput {
             message: replica.message,
             member: member.unwrap_or_default(),
             deleting: replica.deleting,
+            status: replica.status.unwrap_or_default(),
         }
     }
 }

@@ -65,7 +65,7 @@ pub(super) fn instance(instance: v1::Instance) -> Option<(InstanceKey, Instance)
         }
         (v1::InstanceKind::Engine, _) => (InstanceKind::Engine, Detail::Engine(Box::default())),
         (v1::InstanceKind::Replica, Some(v1::instance::Detail::Replica(status))) => {
-            (InstanceKind::Replica, Detail::Replica(replica(status)))
+            (InstanceKind::Replica, Detail::Replica(status.into()))
         }
         (v1::InstanceKind::Replica, _) => {
             (InstanceKind::Replica, Detail::Replica(ObservedReplica::default()))
@@ -84,16 +84,6 @@ fn engine(status: v1::EngineStatus) -> ObservedEngine {
         size_bytes: nonzero(status.size_bytes),
         needs_upgrade: status.needs_upgrade,
         reported: status.reported(),
-    }
-}
-
-fn replica(status: v1::ReplicaStatus) -> ObservedReplica {
-    ObservedReplica {
-        attach: status.known_generation().map(|generation| generation.attach),
-        addresses: status.addresses,
-        allocated_bytes: status.allocated_bytes,
-        directory: nonempty(status.directory),
-        views: report(status.committed, status.proposed).ok().map(Box::new),
     }
 }
 

@@ -122,24 +122,22 @@ pub(super) fn replica(cluster: &ClusterState, agents: &Agents, replica: &Replica
     let member = engine.and_then(|engine| engine.status.replica_mode_map.get(&spec.replica_id));
     let said = member.map(|member| &member.message).filter(|_| status.message.is_empty());
     let key = InstanceKey::replica(&spec.volume_name, spec.replica_id);
-    let shown = agents.get(&spec.node_id).and_then(|agent| agent.instances.get(&key));
-    let allocated_bytes = match shown.map(|instance| &instance.detail) {
-        Some(Detail::Replica(shown)) => shown.allocated_bytes,
-        _ => 0,
-    };
-    let shown = v1::Replica {
+    let instance = agents.get(&spec.node_id).and_then(|agent| agent.instances.get(&key));
+    let mut shown = v1::Replica {
         name: replica.metadata.name.clone(),
         volume: spec.volume_name.to_string(),
         replica_id: spec.replica_id.to_string(),
         node: spec.node_id.to_string(),
         disk_path: spec.disk_path.clone(),
         message: said.unwrap_or(&status.message).clone(),
-        allocated_bytes,
         deleting: replica.metadata.is_deleting(),
         ..v1::Replica::default()
     }
     .with_desire_state(spec.desire_state)
     .with_current_state(status.current_state);
+    if let Some(Detail::Replica(observed)) = instance.map(|instance| &instance.detail) {
+        shown = shown.with_observed(observed);
+    }
     match member {
         Some(member) => shown.with_member(&whole(member, spec.replica_id, engine, agents)),
         None => shown,

@@ -5,10 +5,11 @@
 //! later version never makes a status invalid.
 
 mod enums;
+mod replica;
 
 use shorthorn_types::status::{
     CopyStatus, EnginePhase, EngineStatus, ExpansionStatus, GrantWanted, MemberMode, MemberStatus,
-    ReadFindings, ReplicaStatus, ScrubStatus,
+    ReadFindings, ScrubStatus,
 };
 use shorthorn_types::{
     Generation, Members, ReplicaId, ReplicaIdError, ReplicaReport, TooManyMembers, View, ViewId,
@@ -524,25 +525,6 @@ impl v1::EngineStatus {
             read_findings: self.read_findings.map(Into::into),
             version: nonempty(self.version),
         })
-    }
-}
-
-impl From<&ReplicaStatus> for v1::ReplicaStatus {
-    fn from(status: &ReplicaStatus) -> v1::ReplicaStatus {
-        let generation = status.generation;
-        v1::ReplicaStatus {
-            volume: status.volume.to_string(),
-            replica_id: status.replica.to_string(),
-            addresses: status.addresses.clone(),
-            size_bytes: status.size_bytes,
-            allocated_bytes: status.allocated_bytes,
-            generation: generation.map(Into::into),
-            generation_text: generation.unwrap_or(Generation::NEVER).to_string(),
-            directory: status.directory.display().to_string(),
-            committed: status.views.as_ref().map(|views| (&views.committed).into()),
-            proposed: status.views.iter().flat_map(|views| &views.proposed).map(Into::into).collect(),
-            failures: status.failures,
-        }
     }
 }
 

@@ -449,6 +449,24 @@ pub struct ReplicaStatus {
     pub directory: PathBuf,
 }
 
+/// The part of a replica's status that its agent passes on to the controller.
+///
+/// The agent adds the directory, and shows it before the replica has reported a status.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ObservedReplica {
+    /// The addresses of its server.
+    pub addresses: Vec<String>,
+    /// The allocated bytes of its directory.
+    pub allocated_bytes: u64,
+    /// The directory, if it is reported.
+    pub directory: Option<String>,
+    /// The attachment whose engine holds it: those of older ones are refused. None: no engine ever did, or it
+    /// does not report one.
+    pub attach: Option<u64>,
+    /// The views that it knows, no older than that.
+    pub views: Option<Box<ReplicaReport>>,
+}
+
 /// The phase of a replica as the two flags of the control socket.
 mod phase_flags {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
