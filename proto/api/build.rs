@@ -3,10 +3,11 @@
 
 /// Messages that shorthornctl prints as they are: the JSON of `--output json` has their fields. Scripts rely
 /// on the names.
-const PRINTED: [&str; 19] = [
+const PRINTED: [&str; 21] = [
     "Condition",
     "CopyStatus",
     "DiscoveredDevice",
+    "Disk",
     "Drain",
     "DrainLeft",
     "EngineMember",
@@ -14,6 +15,7 @@ const PRINTED: [&str; 19] = [
     "Explanation",
     "LeftOut",
     "NodeDisk",
+    "NodeInfo",
     "NodeObject",
     "Orphan",
     "ReplicaMove",
@@ -41,7 +43,20 @@ const RENAMED: [(&str, &str); 10] = [
 
 /// Fields that are not printed, by message: they are of no use for scripts, or the output has them elsewhere.
 /// All other fields are printed, which includes new ones.
-const HIDDEN: [(&str, &[&str]); 3] = [
+const HIDDEN: [(&str, &[&str]); 5] = [
+    (
+        "Disk",
+        &[
+            "available_bytes",
+            "filesystem",
+            "path",
+            "problem",
+            "replicas",
+            "total_bytes",
+            "trash_bytes",
+            "uuid",
+        ],
+    ),
     (
         "EngineMember",
         &[
@@ -84,6 +99,21 @@ const HIDDEN: [(&str, &[&str]); 3] = [
         ],
     ),
     (
+        "NodeInfo",
+        &[
+            "cluster",
+            "data_address",
+            "dead_mounts",
+            "feature_level",
+            "frontends",
+            "max_volumes",
+            "name",
+            "version",
+            "warnings",
+            "zone",
+        ],
+    ),
+    (
         "ReplicaStatus",
         &[
             "addresses",
@@ -121,6 +151,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let rename = format!("#[serde(rename = {name:?})]");
         builder = builder.field_attribute(format!(".shorthorn.v1.{field}"), rename);
     }
+    // The printed fields of the disk are those of the NodeDisk.
+    builder = builder.field_attribute(".shorthorn.v1.NodeDisk.disk", "#[serde(flatten)]");
     for (message, fields) in HIDDEN {
         for field in fields {
             builder = builder.field_attribute(format!(".shorthorn.v1.{message}.{field}"), "#[serde(skip)]");

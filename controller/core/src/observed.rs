@@ -10,8 +10,8 @@ pub use shorthorn_types::status::{
 };
 use shorthorn_types::{ReplicaId, VolumeName};
 
-pub use crate::objects::ObservedDisk;
-use crate::objects::{FrontendStatus, ReplicaSpec};
+use crate::objects::ReplicaSpec;
+pub use crate::objects::{AgentInfo, DeadMount, ObservedDisk};
 use crate::{NodeName, Timestamp};
 
 /// The observed states of all agents.
@@ -196,38 +196,6 @@ pub enum AgentLink {
         /// The error of the last attempt.
         reason: String,
     },
-}
-
-/// The mount of a pod whose device is gone.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct DeadMount {
-    /// The volume, as its driver calls it.
-    pub volume: String,
-    /// The uid of the pod in Kubernetes, from the path of the mount.
-    pub pod_uid: String,
-}
-
-/// The identity of an agent according to itself.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct AgentInfo {
-    /// The name of its node.
-    pub name: String,
-    /// The release of the agent.
-    pub version: String,
-    /// The address by which other nodes reach its replicas; none if they cannot.
-    pub data_address: Option<String>,
-    /// The zone, whose nodes may fail together, if one is configured.
-    pub zone: Option<String>,
-    /// The frontends that it knows.
-    pub frontends: Vec<FrontendStatus>,
-    /// The most volumes that CSI lets be attached to its node; none: any number.
-    pub max_volumes: Option<u32>,
-    /// The level of the features that not all agents have.
-    pub feature_level: u32,
-    /// Pods on its node that use a device that is gone.
-    pub dead_mounts: Vec<DeadMount>,
-    /// Problems of the host, for people.
-    pub warnings: Vec<String>,
 }
 
 /// The identity of a process on a node.

@@ -116,6 +116,9 @@ struct NodeDetailOutput {
     feature_level: u32,
     attached_volumes: Vec<String>,
     replica_count: u32,
+    /// The printed fields of the answer of its agent.
+    #[serde(flatten)]
+    info: v1::NodeInfo,
 }
 
 #[derive(Debug, Serialize)]
@@ -171,6 +174,7 @@ fn node_output(node: v1::NodeObject, detail: v1::NodeDetail) -> NodeDetailOutput
         feature_level: detail.feature_level,
         attached_volumes: detail.attached,
         replica_count: detail.replicas,
+        info: detail.info.unwrap_or_default(),
     }
 }
 

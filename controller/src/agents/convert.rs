@@ -49,6 +49,31 @@ pub(super) fn disk(disk: v1::Disk) -> (String, ObservedDisk) {
     (disk.path, observed)
 }
 
+/// Returns the message of an agent's answer, without the fields that NodeDetail and NodeObject have.
+pub(crate) fn rest_of_info(info: &AgentInfo) -> v1::NodeInfo {
+    // All fields: the compiler finds one that is forgotten.
+    let AgentInfo {
+        name: _,
+        version: _,
+        data_address: _,
+        zone: _,
+        frontends: _,
+        max_volumes: _,
+        feature_level: _,
+        warnings: _,
+        dead_mounts,
+    } = info.clone();
+    let dead = |DeadMount { volume, pod_uid }| v1::DeadMount { volume, pod_uid };
+    v1::NodeInfo { dead_mounts: dead_mounts.into_iter().map(dead).collect(), ..v1::NodeInfo::default() }
+}
+
+/// Returns the message of an observed disk, without the fields that NodeDisk has.
+pub(crate) fn rest_of_disk(disk: &ObservedDisk) -> v1::Disk {
+    // All fields: the compiler finds one that is forgotten.
+    let ObservedDisk { uuid: _, filesystem, total_bytes: _, available_bytes: _, problem: _ } = disk.clone();
+    v1::Disk { filesystem, ..v1::Disk::default() }
+}
+
 /// Converts an instance; none for a kind that this controller does not know, because a newer agent may have
 /// more.
 pub(super) fn instance(instance: v1::Instance) -> Option<(InstanceKey, Instance)> {
@@ -473,6 +498,17 @@ mod tests {
         let modes: Vec<MemberMode> =
             shown.reported.unwrap().members.into_iter().map(|member| member.mode).collect();
         assert_eq!(modes, [MemberMode::Rebuilding, MemberMode::Connecting]);
+    }
+
+    #[test]
+    fn the_rest_of_a_node_and_of_a_disk_is_passed_on() {
+        let mount = v1::DeadMount { volume: "v".to_owned(), pod_uid: "p".to_owned() };
+        let node = v1::NodeInfo { dead_mounts: vec![mount], ..v1::NodeInfo::default() };
+        let shown = v1::NodeInfo { name: "a".to_owned(), max_volumes: 3, ..node.clone() };
+        assert_eq!(rest_of_info(&info(shown)), node);
+        let filesystem = v1::Disk { filesystem: "xfs".to_owned(), ..v1::Disk::default() };
+        let (path, observed) = disk(v1::Disk { path: "/d".to_owned(), trash_bytes: 1, ..filesystem.clone() });
+        assert_eq!((path.as_str(), rest_of_disk(&observed)), ("/d", filesystem));
     }
 
     #[test]

@@ -9,6 +9,8 @@ use shorthorn_controller_core::requests::RequestError;
 use shorthorn_controller_core::{ClusterState, Labels, NodeName};
 use shorthorn_types::ReplicaId;
 
+use crate::agents::convert;
+
 /// Parses the data locality of a request, if it has one.
 pub(super) fn data_locality(word: Option<String>) -> Result<Option<DataLocality>, RequestError> {
     Ok(word.map(|word| word.parse()).transpose()?)
@@ -193,5 +195,6 @@ fn disk(cluster: &ClusterState, agents: &Agents, node: &Node, path: &String) -> 
         problem: problem.unwrap_or_default(),
         reserved_bytes: spec.map_or(0, |spec| spec.storage_reserved),
         eviction_requested: spec.is_some_and(|spec| spec.eviction_requested),
+        disk: seen.map(convert::rest_of_disk),
     }
 }

@@ -7,6 +7,7 @@ use tonic::{Response, Status};
 
 use super::server::{Api, RpcResult, drain_left};
 use super::{messages, status};
+use crate::agents::convert;
 
 impl Api {
     pub(super) async fn change_placement(&self, request: v1::SetVolumeRequest) -> RpcResult<v1::Volume> {
@@ -56,6 +57,7 @@ impl Api {
             feature_level: info.map(|info| info.feature_level).unwrap_or_default(),
             attached: drain::attached_to(&cluster, name).into_iter().map(str::to_owned).collect(),
             replicas: u32::try_from(here.count()).unwrap_or(u32::MAX),
+            info: info.map(convert::rest_of_info),
         })
     }
 }

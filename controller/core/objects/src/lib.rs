@@ -25,8 +25,8 @@ pub use engine::{
 pub use jiff::Timestamp;
 pub use metadata::{Key, Kind, Metadata};
 pub use node::{
-    Discovered, DiskSpec, DiskStatus, FrontendStatus, Node, NodeSpec, NodeStatus, ObservedDisk,
-    RESERVED_PERCENT,
+    AgentInfo, DeadMount, Discovered, DiskSpec, DiskStatus, FrontendStatus, Node, NodeSpec, NodeStatus,
+    ObservedDisk, RESERVED_PERCENT,
 };
 pub use replica::{DataState, Replica, ReplicaSpec, StoredReplicaStatus};
 pub use shorthorn_types::status::{

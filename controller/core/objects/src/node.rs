@@ -214,6 +214,49 @@ impl DiskSpec {
     }
 }
 
+/// The mount of a pod whose device is gone.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeadMount {
+    /// The volume, as its driver calls it.
+    pub volume: String,
+    /// The uid of the pod in Kubernetes, from the path of the mount.
+    pub pod_uid: String,
+}
+
+/// The identity of an agent according to itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AgentInfo {
+    /// The name of its node.
+    pub name: String,
+    /// The release of the agent.
+    pub version: String,
+    /// The address by which other nodes reach its replicas; none if they cannot.
+    pub data_address: Option<String>,
+    /// The zone, whose nodes may fail together, if one is configured.
+    pub zone: Option<String>,
+    /// The frontends that it knows.
+    pub frontends: Vec<FrontendStatus>,
+    /// The most volumes that CSI lets be attached to its node; none: any number.
+    pub max_volumes: Option<u32>,
+    /// The level of the features that not all agents have.
+    pub feature_level: u32,
+    /// Pods on its node that use a device that is gone.
+    pub dead_mounts: Vec<DeadMount>,
+    /// Problems of the host, for people.
+    pub warnings: Vec<String>,
+}
+
+impl NodeStatus {
+    /// Takes the part of an agent's answer over that is stored.
+    pub fn take_over(&mut self, info: &AgentInfo) {
+        self.version.clone_from(&info.version);
+        self.data_address.clone_from(&info.data_address);
+        self.max_volumes = info.max_volumes;
+        self.zone = info.zone.as_deref().and_then(|zone| Label::new(zone).ok());
+        self.frontends.clone_from(&info.frontends);
+    }
+}
+
 /// The state of a disk according to its agent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ObservedDisk {
@@ -252,5 +295,21 @@ impl DiskStatus {
             storage_available: stored.unwrap_or(disk.available_bytes),
             problem: disk.problem.clone(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_stored_part_of_an_answer_replaces_the_former_one() {
+        let mut status = NodeStatus { max_volumes: Some(7), ..NodeStatus::default() };
+        let zone = Some("not a label/".to_owned());
+        let info = AgentInfo { version: "2".to_owned(), zone, ..AgentInfo::default() };
+        status.take_over(&info);
+        assert_eq!((status.version.as_str(), status.max_volumes, &status.zone), ("2", None, &None));
+        status.take_over(&AgentInfo { zone: Some("z1".to_owned()), ..info });
+        assert_eq!(status.zone.map(|zone| zone.to_string()).as_deref(), Some("z1"));
     }
 }

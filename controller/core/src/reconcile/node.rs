@@ -6,7 +6,7 @@ use shorthorn_types::HumanGib;
 use super::{Context, GIVE_UP_CHECK, Reachability, reachability};
 use crate::objects::{ConditionType, DiskSpec, DiskStatus, EnginePhase, Finding, Frontend, Key, Kind, Node};
 use crate::observed::{Detail, Instance, InstanceKey, ObservedAgent};
-use crate::{Action, AgentCall, Decision, Label, NodeName, lost_node};
+use crate::{Action, AgentCall, Decision, NodeName, lost_node};
 
 pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
     let mut decision = Decision::nothing();
@@ -168,11 +168,7 @@ fn give_up(context: &Context<'_>, mut node: Node) -> Decision {
 /// Copies the status of the agent, and the disks that its administrator has added.
 fn take_over(node: &mut Node, agent: &ObservedAgent) {
     if let Some(info) = &agent.info {
-        node.status.version.clone_from(&info.version);
-        node.status.data_address.clone_from(&info.data_address);
-        node.status.max_volumes = info.max_volumes;
-        node.status.zone = info.zone.as_deref().and_then(|zone| Label::new(zone).ok());
-        node.status.frontends.clone_from(&info.frontends);
+        node.status.take_over(info);
     }
     for (path, disk) in &agent.disks {
         node.spec.disks.entry(path.clone()).or_insert_with(|| DiskSpec::of_new(disk.total_bytes));
