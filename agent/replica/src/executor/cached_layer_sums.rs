@@ -59,12 +59,12 @@ impl CachedLayerSums {
     ) -> Result<Option<u64>, StoreError> {
         let data = store.chain().next_layer_data(file, from_bytes)?;
         let has_data = data.map(|at| at.max(from_bytes) / SUM_PIECE_BYTES * SUM_PIECE_BYTES);
-        let first = from_bytes / SUM_PIECE_BYTES;
+        let first = usize::try_from(from_bytes / SUM_PIECE_BYTES).unwrap_or(usize::MAX);
         let had_data = self.kept().and_then(|sums| {
-            let later = sums.sums.iter().skip(usize::try_from(first).unwrap_or(usize::MAX));
-            let at = later.take_while(|sum| matches!(**sum, 0 | EMPTY_SUM)).count();
-            let number = first + at as u64;
-            (number < sums.sums.len() as u64).then_some(number * SUM_PIECE_BYTES)
+            let had_blocks =
+                |number: &usize| sums.piece(*number).flatten().is_some_and(|sum| sum != EMPTY_SUM);
+            let number = (first..sums.sums.len()).find(had_blocks)?;
+            Some(number as u64 * SUM_PIECE_BYTES)
         });
         let next = [has_data, had_data].into_iter().flatten().min();
         Ok(next.filter(|at| *at < store.size_bytes()))
@@ -153,10 +153,11 @@ impl Checked {
     }
 }
 
-pub(super) fn sum_at(sums: &LayerSums, offset_bytes: u64) -> u32 {
+/// Returns the sum of the piece at that offset; none if it is not known.
+pub(super) fn sum_at(sums: &LayerSums, offset_bytes: u64) -> Option<u32> {
     let number = usize::try_from(offset_bytes / SUM_PIECE_BYTES).unwrap_or(usize::MAX);
     // A layer may be shorter than the volume: it has no blocks there.
-    sums.sums.get(number).copied().unwrap_or(EMPTY_SUM)
+    sums.piece(number).unwrap_or(Some(EMPTY_SUM))
 }
 
 /// Returns the piece that is asked for, if it is one.
@@ -214,8 +215,9 @@ mod tests {
         assert!(sums.has("a") && !sums.has("b") && sums.kept().is_none());
         sums.put("b", LayerSums::new(SUM_PIECE_BYTES, PIECE_BYTES, 7));
         assert!(!sums.has("a") && sums.has("b"));
-        assert_eq!(sums.kept().map(|sums| sum_at(sums, 0)), Some(7));
-        assert_eq!(sums.kept().map(|sums| sum_at(sums, SUM_PIECE_BYTES)), Some(EMPTY_SUM), "it is shorter");
+        assert_eq!(sums.kept().and_then(|sums| sum_at(sums, 0)), Some(7));
+        let behind = sums.kept().and_then(|sums| sum_at(sums, SUM_PIECE_BYTES));
+        assert_eq!(behind, Some(EMPTY_SUM), "it is shorter");
         sums.release();
         assert!(!sums.has("b"));
     }

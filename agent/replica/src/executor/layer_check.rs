@@ -25,8 +25,8 @@ impl Executor {
         let file = self.store.snapshot_layers().find(&asked.image).ok_or_else(|| no_layer(&asked.image))?;
         let piece_range = piece_of(asked, self.store.size_bytes())?;
         let sums = self.layer_sums.load(&asked.image, &self.store)?;
-        let kept = sums.map(|sums| sum_at(sums, piece_range.offset()));
-        let checked = Checked { file, piece: piece_range, kept: kept.filter(|sum| *sum != 0) };
+        let kept = sums.and_then(|sums| sum_at(sums, piece_range.offset()));
+        let checked = Checked { file, piece: piece_range, kept };
         self.io.check_layer(slot, piece_range, checked);
         // Rot does not vote: it is as if it could not be read.
         self.begin_check(slot);

@@ -45,7 +45,7 @@ const NAME_MAX_BYTES: usize = 255;
 pub struct LayerSums {
     /// The length of a piece in bytes.
     pub piece_bytes: u32,
-    /// The sum of each piece; 0 if it is not known.
+    /// The sum of each piece, in the packed form of the file: see [`LayerSums::piece`].
     pub sums: Vec<u32>,
 }
 
@@ -69,7 +69,17 @@ struct Subject {
     name_crc32c: u32,
 }
 
+/// The packed form of a sum that is not known.
+const SUM_UNKNOWN: u32 = 0;
+
 impl LayerSums {
+    /// Returns the sum of the piece of that number; the inner option is none if the sum is not known. None:
+    /// the layer ends before the piece.
+    #[must_use]
+    pub fn piece(&self, number: usize) -> Option<Option<u32>> {
+        self.sums.get(number).map(|sum| Some(*sum).filter(|sum| *sum != SUM_UNKNOWN))
+    }
+
     /// Makes room for a layer of `size_bytes`, each sum as `sum`. None if the layer is too large for its
     /// sums to be kept.
     #[must_use]
@@ -300,6 +310,12 @@ mod tests {
 
     fn sums() -> LayerSums {
         LayerSums { piece_bytes: 1 << 20, sums: vec![1, 0, 0x0102_0304] }
+    }
+
+    #[test]
+    fn a_sum_of_zero_is_not_known() {
+        let pieces = [0, 1, 2, 3].map(|number| sums().piece(number));
+        assert_eq!(pieces, [Some(Some(1)), Some(None), Some(Some(0x0102_0304)), None]);
     }
 
     #[test]
