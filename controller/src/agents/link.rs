@@ -199,11 +199,10 @@ fn volume_to_look_at(fleet: &Fleet, node: &NodeName, key: &InstanceKey, now: &In
     });
     let cluster = fleet.store.state();
     let volume = cluster.replicas.get(&key.name)?.spec.volume_name.as_str();
-    let stored_bytes =
-        cluster.volumes.get(volume).map(|volume| volume.status.actual_size.unwrap_or_default());
+    let stored = cluster.volumes.get(volume).map(|volume| volume.status.actual_size);
     // The volume takes as much as its largest replica: a smaller one does not change that.
-    let has_grown = stored_bytes.is_some_and(|stored_bytes| {
-        now.allocated_bytes > stored_bytes && is_noticeable(stored_bytes, now.allocated_bytes)
+    let has_grown = stored.is_some_and(|stored_bytes| {
+        Some(now.allocated_bytes) > stored_bytes && is_noticeable(stored_bytes, now.allocated_bytes)
     });
     if refuses_the_same && !has_grown {
         return None;

@@ -36,7 +36,7 @@ impl VolumeReconciler<'_> {
             return;
         }
         if let Some(found) = self.objects.allocated_bytes()
-            && is_noticeable(self.status.decided().actual_size.unwrap_or_default(), found)
+            && is_noticeable(self.status.decided().actual_size, found)
         {
             self.status.set_actual_size(found);
         }
@@ -71,10 +71,10 @@ fn upgrade_finding(engine: &Engine) -> Finding {
 /// Returns true if the allocated bytes of replicas differ enough from the stored value to be stored. The rule
 /// lets people see a volume fill, but costs a volume only some hundred writes in all.
 #[must_use]
-pub fn is_noticeable(stored_bytes: u64, found_bytes: u64) -> bool {
-    let is_first = stored_bytes == 0 && found_bytes > 0;
+pub fn is_noticeable(stored_bytes: Option<u64>, found_bytes: u64) -> bool {
+    let Some(stored_bytes) = stored_bytes else { return found_bytes > 0 };
     let least_bytes = LEAST_CHANGE_BYTES.max(stored_bytes / LEAST_CHANGE_PART);
-    is_first || stored_bytes.abs_diff(found_bytes) >= least_bytes
+    stored_bytes.abs_diff(found_bytes) >= least_bytes
 }
 
 fn display(spec: &VolumeSpec, status: &VolumeStatus, engine: Option<&Engine>) -> Display {
@@ -130,14 +130,15 @@ mod tests {
 
     #[test]
     fn a_size_is_stored_if_it_differs_noticeably() {
-        assert!(is_noticeable(0, 4096) && !is_noticeable(0, 0) && !is_noticeable(4096, 8192));
-        assert!(is_noticeable(4096, 4096 + LEAST_CHANGE_BYTES) && is_noticeable(GIB, GIB / 2));
-        assert!(!is_noticeable(1 << 40, (1 << 40) + GIB), "a thousandth of it");
-        assert!(is_noticeable(1 << 40, (1 << 40) + (1 << 34)));
-        let (mut stored, mut writes) = (0, 0);
+        let differs = |stored_bytes, found_bytes| is_noticeable(Some(stored_bytes), found_bytes);
+        assert!(is_noticeable(None, 4096) && !is_noticeable(None, 0) && !differs(4096, 8192));
+        assert!(differs(4096, 4096 + LEAST_CHANGE_BYTES) && differs(GIB, GIB / 2));
+        assert!(!differs(1 << 40, (1 << 40) + GIB), "a thousandth of it");
+        assert!(differs(1 << 40, (1 << 40) + (1 << 34)));
+        let (mut stored, mut writes) = (None, 0);
         for found in (0..16 << 40_u64).step_by(1 << 26) {
             if is_noticeable(stored, found) {
-                (stored, writes) = (found, writes + 1);
+                (stored, writes) = (Some(found), writes + 1);
             }
         }
         assert!(writes < 600, "{writes} writes while the largest volume fills");
