@@ -324,7 +324,7 @@ impl Node for NodeService {
         let (dir, instances) = (self.config.device_dir.clone(), self.hub.table().list());
         let devices = blocking(move || {
             let engine = i32::from(v1::InstanceKind::Engine);
-            let runs = |instance: &v1::Instance| instance.kind == engine && instance.pid != 0;
+            let runs = |instance: &v1::Instance| instance.kind == engine && instance.known_pid().is_some();
             devices::list(&dir, |volume| instances.iter().any(|engine| runs(engine) && engine.name == volume))
         });
         Ok(Response::new(v1::ListDevicesResponse { devices: devices.await? }))

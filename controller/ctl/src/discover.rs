@@ -38,7 +38,7 @@ pub(super) async fn run(
         }
         page_token = page.next_page_token;
     }
-    let unknown = nodes.iter().filter(|node| !node.problem.is_empty()).count();
+    let unknown = nodes.iter().filter(|node| node.known_problem().is_some()).count();
     let is_partial = unknown > 0 && unknown == nodes.len();
     let list = list::devices(nodes, args.all || !format.is_for_people());
     for warning in &list.warnings {

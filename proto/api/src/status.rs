@@ -148,6 +148,30 @@ impl v1::Disk {
     }
 }
 
+impl v1::Instance {
+    /// Returns the process id; none if the instance has no process.
+    #[must_use]
+    pub fn known_pid(&self) -> Option<i32> {
+        Some(self.pid).filter(|pid| *pid != 0)
+    }
+}
+
+impl v1::EngineStatus {
+    /// Returns the version of the program that the process runs; none if the process does not report it.
+    #[must_use]
+    pub fn known_version(&self) -> Option<&str> {
+        Some(self.version.as_str()).filter(|version| !version.is_empty())
+    }
+}
+
+impl v1::NodeDevices {
+    /// Returns the reason why the devices of the node are not known; none if they are known.
+    #[must_use]
+    pub fn known_problem(&self) -> Option<&str> {
+        Some(self.problem.as_str()).filter(|problem| !problem.is_empty())
+    }
+}
+
 impl v1::TrashedReplica {
     /// Returns the record of its deletion; none if the directory cannot be restored.
     #[must_use]

@@ -379,7 +379,7 @@ async fn is_outdated(engine: &v1::Instance, pid: i32) -> Result<bool, NodeError>
     let compared = blocking(move || Ok(program::differs(pid))).await?;
     let comparison = compared.map_or(Comparison::ByVersion, |differs| Comparison::Done { differs });
     let version = match &engine.detail {
-        Some(Detail::Engine(engine)) => Some(engine.version.as_str()).filter(|version| !version.is_empty()),
+        Some(Detail::Engine(engine)) => engine.known_version(),
         _ => None,
     };
     Ok(comparison.needs_upgrade(version).unwrap_or(true))

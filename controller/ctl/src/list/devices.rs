@@ -18,9 +18,9 @@ const COLUMNS: [Column; 8] = [
 
 /// Returns the devices of nodes. Devices that do not fit are listed with `all` only.
 pub(crate) fn devices(nodes: Vec<v1::NodeDevices>, all: bool) -> List {
-    let unknown = nodes.iter().filter(|node| !node.problem.is_empty());
+    let unknown = nodes.iter().filter_map(|node| Some((&node.node, node.known_problem()?)));
     let mut warnings: Vec<String> = unknown
-        .map(|node| format!("the devices of node {} are not known: {}", node.node, node.problem))
+        .map(|(node, problem)| format!("the devices of node {node} are not known: {problem}"))
         .collect();
     let of_node =
         |node: v1::NodeDevices| node.devices.into_iter().map(move |device| (node.node.clone(), device));

@@ -1,8 +1,8 @@
 //! Has lists made by the controller, page by page.
 
 use clap::Args;
-use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
+use shorthorn_api::{nonempty, v1};
 use tonic::Status;
 use tonic::transport::Channel;
 
@@ -122,7 +122,7 @@ impl Lister {
             let (namespace, name) = (namespace.clone(), String::new());
             let request = v1::ListVolumesRequest { page_size, page_token, workloads, namespace, name };
             let page = client.list_volumes(limited(request)).await?.into_inner();
-            let problem = Some(page.workloads_problem).filter(|problem| !problem.is_empty());
+            let problem = nonempty(page.workloads_problem);
             let problems = problem.map(|problem| format!("the workloads are not known: {problem}"));
             let problems = problems.into_iter().collect();
             Ok(FetchedPage { all: page.volumes, next_token: page.next_page_token, problems })

@@ -287,6 +287,17 @@ fn words_and_numbers_of_a_later_version_leave_the_rest_readable() {
 }
 
 #[test]
+fn zero_and_an_empty_text_are_none() {
+    let instance = |pid| v1::Instance { pid, ..v1::Instance::default() }.known_pid();
+    assert_eq!((instance(0), instance(7)), (None, Some(7)));
+    let status = v1::EngineStatus { version: "2".to_owned(), ..v1::EngineStatus::default() };
+    assert_eq!((status.known_version(), v1::EngineStatus::default().known_version()), (Some("2"), None));
+    let silent = v1::NodeDevices { problem: "no answer".to_owned(), ..v1::NodeDevices::default() };
+    assert_eq!(silent.known_problem(), Some("no answer"));
+    assert_eq!(v1::NodeDevices::default().known_problem(), None);
+}
+
+#[test]
 fn an_absent_status_is_none() {
     let nothing = v1::EngineStatus::default();
     assert_eq!((nothing.known_phase(), nothing.known_generation(), nothing.known_view()), (None, None, None));
