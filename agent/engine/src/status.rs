@@ -162,7 +162,8 @@ mod tests {
         status.change_scrub(|scrub| (scrub.running, scrub.at_bytes) = (true, 4096));
         let scrub = status.scrub.unwrap();
         assert_eq!((scrub.running, scrub.at_bytes, scrub.found, scrub.repaired), (false, 0, 1, 0));
-        assert_eq!(scrub.last, "another; stopped before everything was compared");
+        let last = scrub.last.as_deref();
+        assert_eq!(last, Some("another; stopped before everything was compared"));
         assert_eq!(status.read_findings.as_ref().map(|read| (read.found, read.repaired)), Some((2, 2)));
         status.scrub = Some(ScrubStatus { number: Some(2), running: true, ..ScrubStatus::default() });
         status.complete_scrub(4096);

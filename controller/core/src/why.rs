@@ -462,9 +462,10 @@ impl Explainer<'_> {
         }
         if let Some(scrub) = shown.scrub.as_ref().filter(|scrub| scrub.found > scrub.repaired) {
             self.explanation.healthy = false;
+            let last = scrub.last.as_deref().unwrap_or_default();
             self.say(format!(
-                "The last scrub found {} places with differences, and repaired {} ({}).",
-                scrub.found, scrub.repaired, scrub.last
+                "The last scrub found {} places with differences, and repaired {} ({last}).",
+                scrub.found, scrub.repaired
             ));
             self.hint(format!("shorthornctl volume scrub {} --repair", self.name));
         }

@@ -400,6 +400,7 @@ impl From<ScrubStatus> for v1::ScrubStatus {
     fn from(scrub: ScrubStatus) -> v1::ScrubStatus {
         let ScrubStatus { number, running, snapshot, at_bytes, found, repaired, last } = scrub;
         let (number, snapshot) = (number.unwrap_or_default(), snapshot.unwrap_or_default());
+        let last = last.unwrap_or_default();
         v1::ScrubStatus { running, at_bytes, found, repaired, last, snapshot, number }
     }
 }
@@ -407,7 +408,7 @@ impl From<ScrubStatus> for v1::ScrubStatus {
 impl From<v1::ScrubStatus> for ScrubStatus {
     fn from(scrub: v1::ScrubStatus) -> ScrubStatus {
         let v1::ScrubStatus { running, at_bytes, found, repaired, last, snapshot, number } = scrub;
-        let (number, snapshot) = (nonzero(number), nonempty(snapshot));
+        let (number, snapshot, last) = (nonzero(number), nonempty(snapshot), nonempty(last));
         ScrubStatus { number, running, snapshot, at_bytes, found, repaired, last }
     }
 }

@@ -157,8 +157,10 @@ pub struct ScrubStatus {
     pub found: u64,
     /// The number of differences that were repaired.
     pub repaired: u64,
-    /// The last difference, for people: the replica, the place, and the reaction.
-    pub last: String,
+    /// The last difference, for people: the replica, the place, and the reaction. None: no difference was
+    /// found.
+    #[serde(with = "crate::optional::text")]
+    pub last: Option<String>,
 }
 
 impl ScrubStatus {
@@ -166,8 +168,10 @@ impl ScrubStatus {
     pub fn stop(&mut self) {
         self.running = false;
         let stopped = "stopped before everything was compared";
-        self.last =
-            if self.last.is_empty() { stopped.to_owned() } else { format!("{}; {stopped}", self.last) };
+        self.last = Some(match self.last.take() {
+            Some(last) => format!("{last}; {stopped}"),
+            None => stopped.to_owned(),
+        });
     }
 }
 
@@ -303,7 +307,7 @@ impl EngineStatus {
             Some(scrub) => {
                 scrub.found += 1;
                 scrub.repaired += u64::from(repaired);
-                scrub.last = last;
+                scrub.last = Some(last);
             }
             None => {
                 let read = self.read_findings.get_or_insert_default();

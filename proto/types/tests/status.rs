@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use shorthorn_types::status::{
-    EnginePhase, ExpansionStatus, MemberMode, MemberStatus, ReplicaPhase, ReplicaStatus,
+    EnginePhase, ExpansionStatus, MemberMode, MemberStatus, ReplicaPhase, ReplicaStatus, ScrubStatus,
 };
 use shorthorn_types::{Generation, ReplicaId};
 
@@ -80,5 +80,20 @@ fn an_expansion_without_an_obstacle_has_an_empty_message() {
         let status: ExpansionStatus = serde_json::from_str(&line).unwrap();
         assert_eq!(status.message, message);
         assert_eq!(serde_json::to_string(&status).unwrap(), line);
+    }
+}
+
+#[test]
+fn a_scrub_without_a_difference_has_an_empty_last_one() {
+    for (text, last) in [("", None), ("a block", Some("a block".to_owned()))] {
+        let line =
+            format!(r#"{{"number":1,"running":false,"at_bytes":8,"found":0,"repaired":0,"last":"{text}"}}"#);
+        let mut status: ScrubStatus = serde_json::from_str(&line).unwrap();
+        assert_eq!(status.last, last);
+        assert_eq!(serde_json::to_string(&status).unwrap(), line);
+        status.stop();
+        let stopped = "stopped before everything was compared";
+        let after = last.map_or_else(|| stopped.to_owned(), |last| format!("{last}; {stopped}"));
+        assert_eq!(status.last, Some(after));
     }
 }

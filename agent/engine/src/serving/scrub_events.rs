@@ -85,7 +85,7 @@ impl Serving<'_> {
         self.publish_scrub(|scrub| {
             (scrub.snapshot, scrub.at_bytes) = (None, 0);
             if let Some(reason) = incomplete {
-                scrub.last = format!("not every snapshot was compared: {reason}");
+                scrub.last = Some(format!("not every snapshot was compared: {reason}"));
             }
         });
         self.shared().send_to_core(Event::Scrub(Some(config)));

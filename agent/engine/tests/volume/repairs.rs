@@ -84,6 +84,10 @@ fn scrub(volume: &Volume, number: u64) -> ScrubStatus {
     status.scrub.unwrap()
 }
 
+fn has_reaction(scrub: &ScrubStatus, reaction: &str) -> bool {
+    scrub.last.as_ref().is_some_and(|last| last.contains(reaction))
+}
+
 /// The source has rot that no checksum shows, because the head hides the block. The other replica has that
 /// block sound, and knows of rot beside it.
 #[test]
@@ -93,11 +97,11 @@ fn a_repair_of_rot_leaves_sound_blocks_beside_it() {
     rot(&volume, 0, 3);
     rot(&volume, 1, 2);
     let found = scrub(&volume, 1);
-    assert!(found.last.contains("no checksum proves"), "{found:?}");
+    assert!(has_reaction(&found, "no checksum proves"), "{found:?}");
     assert_eq!((found.found, found.repaired), (1, 0));
     assert!(data_of(&volume, 0) == before, "a sound block was replaced, or the rot stayed");
     let found = scrub(&volume, 2);
-    assert!(found.last.contains("no majority"), "{found:?}");
+    assert!(has_reaction(&found, "no majority"), "{found:?}");
     assert!(data_of(&volume, 0) == before);
     volume.stop();
 }

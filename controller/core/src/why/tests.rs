@@ -238,7 +238,8 @@ fn volumes_that_are_copied_or_compared() {
     check("disk full", &case, false, &["Disk /disk of node b", "is full (12 MiB of 100 GiB", "Make room"]);
 
     let mut case = Case::healthy();
-    let scrub = ScrubStatus { found: 3, repaired: 1, last: "at 4096".to_owned(), ..ScrubStatus::default() };
+    let scrub =
+        ScrubStatus { found: 3, repaired: 1, last: Some("at 4096".to_owned()), ..ScrubStatus::default() };
     case.engine_says(observed::EngineStatus {
         scrub: Some(scrub),
         ..status_of_engine(1, EnginePhase::Serving)

@@ -117,7 +117,7 @@ fn scrub() -> ScrubStatus {
         at_bytes: 8,
         found: 3,
         repaired: 1,
-        last: "r: repaired".to_owned(),
+        last: Some("r: repaired".to_owned()),
         ..ScrubStatus::default()
     }
 }
