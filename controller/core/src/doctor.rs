@@ -262,8 +262,8 @@ impl<'a> Doctor<'a> {
                     findings.push(failed(format!("disk {path} of node {node}: {problem}"), fix));
                     continue;
                 }
-                if let Some((node_of_other, other)) = owners.insert(&disk.uuid, (node, path.as_str()))
-                    && !disk.uuid.is_empty()
+                if let Some(uuid) = &disk.uuid
+                    && let Some((node_of_other, other)) = owners.insert(uuid, (node, path.as_str()))
                 {
                     findings.push(warned(
                         format!(

@@ -102,7 +102,7 @@ impl Example {
             ..AgentInfo::default()
         });
         let disk = ObservedDisk {
-            uuid: format!("disk-of-{node}"),
+            uuid: Some(format!("disk-of-{node}")),
             total_bytes: 100 << 30,
             available_bytes: 50 << 30,
             ..ObservedDisk::default()

@@ -39,7 +39,7 @@ pub(super) fn info(info: v1::NodeInfo) -> AgentInfo {
 
 pub(super) fn disk(disk: v1::Disk) -> (String, ObservedDisk) {
     let observed = ObservedDisk {
-        uuid: disk.uuid,
+        uuid: nonempty(disk.uuid),
         filesystem: disk.filesystem,
         total_bytes: disk.total_bytes,
         // The content of the trash is deleted as soon as the disk needs its space.

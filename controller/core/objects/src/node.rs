@@ -260,8 +260,8 @@ impl NodeStatus {
 /// The state of a disk according to its agent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ObservedDisk {
-    /// The identity that was written on it.
-    pub uuid: String,
+    /// The identity that was written on it; none if the agent has found none.
+    pub uuid: Option<String>,
     /// ext4, xfs, …
     pub filesystem: String,
     /// The size in bytes.
@@ -289,7 +289,7 @@ impl DiskStatus {
             stored.abs_diff(disk.available_bytes) < disk.total_bytes / FREE_STEPS && *stored > 0
         });
         DiskStatus {
-            disk_uuid: disk.uuid.clone(),
+            disk_uuid: disk.uuid.clone().unwrap_or_default(),
             filesystem_type: disk.filesystem.clone(),
             storage_maximum: disk.total_bytes,
             storage_available: stored.unwrap_or(disk.available_bytes),

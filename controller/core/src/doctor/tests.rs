@@ -113,7 +113,7 @@ fn each_check_of_disks_finds_its_problem_and_names_the_remedy() {
     );
     assert_ill(disk(|disk| disk.available_bytes = 5 << 30), "disks", Warned, &["5 % free", "below 10 %"]);
     assert_ill(
-        disk(|disk| disk.uuid = "disk-of-a".to_owned()),
+        disk(|disk| disk.uuid = Some("disk-of-a".to_owned())),
         "disks",
         Warned,
         &["identity of disk /disk of node a"],

@@ -43,7 +43,7 @@ impl Controller {
             warnings: Vec::new(),
         });
         let disk = ObservedDisk {
-            uuid: "disk".to_owned(),
+            uuid: Some("disk".to_owned()),
             total_bytes: 1 << 40,
             available_bytes: 1 << 39,
             ..ObservedDisk::default()
