@@ -1,30 +1,35 @@
 /// The memory that slots keep while requests come, and that idleness gives back.
-#[derive(Debug, Default)]
-pub(super) struct IdleMemory {
-    /// True if a request has come since the last tick.
-    is_busy: bool,
-    /// True if free slots may have memory.
-    may_have_memory: bool,
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum IdleMemory {
+    /// Free slots have no memory.
+    #[default]
+    Released,
+    /// Free slots may have memory, and no request has come since the last tick.
+    Idle,
+    /// Free slots may have memory, and a request has come since the last tick.
+    Busy,
 }
 
 impl IdleMemory {
     /// Records that a request has come.
     pub fn used(&mut self) {
-        self.is_busy = true;
-        self.may_have_memory = true;
+        *self = IdleMemory::Busy;
     }
 
     /// Returns true if ticks are needed to release memory.
     pub fn needs_ticks(&self) -> bool {
-        self.may_have_memory
+        *self != IdleMemory::Released
     }
 
     /// Handles a tick. Returns true if the memory is to be released: no request has come since the last tick,
     /// and no slot is in use.
     pub fn tick(&mut self, are_slots_idle: bool) -> bool {
-        let is_released = self.may_have_memory && !self.is_busy && are_slots_idle;
-        self.may_have_memory &= !is_released;
-        self.is_busy = false;
+        let is_released = *self == IdleMemory::Idle && are_slots_idle;
+        *self = match *self {
+            IdleMemory::Busy => IdleMemory::Idle,
+            IdleMemory::Idle if !are_slots_idle => IdleMemory::Idle,
+            IdleMemory::Idle | IdleMemory::Released => IdleMemory::Released,
+        };
         is_released
     }
 }
