@@ -30,16 +30,38 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Boot {
     boot_id: String,
-    lost_cache: bool,
+    #[serde(rename = "lost_cache")]
+    loss: CacheLoss,
     /// The number of failures in a row. Programs of earlier versions do not write it.
     #[serde(default)]
     failures: u32,
-    /// True if the loss happened in this process: nothing here makes up for it.
-    #[serde(skip)]
-    is_lost_now: bool,
     /// See [`OpenOptions::loss_record`](crate::OpenOptions::loss_record).
     #[serde(skip)]
     elsewhere: Option<PathBuf>,
+}
+
+/// The possible loss of data that was not durable. The file has only whether there may be one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "bool", into = "bool")]
+enum CacheLoss {
+    #[default]
+    None,
+    /// Data may have been lost before the directory was opened.
+    Earlier,
+    /// Data may have been lost since then: nothing in this process makes up for it.
+    Now,
+}
+
+impl From<bool> for CacheLoss {
+    fn from(lost: bool) -> CacheLoss {
+        if lost { CacheLoss::Earlier } else { CacheLoss::None }
+    }
+}
+
+impl From<CacheLoss> for bool {
+    fn from(loss: CacheLoss) -> bool {
+        loss != CacheLoss::None
+    }
 }
 
 /// The state of the record that data may be lost.
@@ -72,7 +94,9 @@ impl Boot {
         elsewhere: Option<PathBuf>,
     ) -> Result<(Boot, Option<String>), StoreError> {
         let (mut boot, damage) = Boot::judge_file(directory, was_dirty)?;
-        boot.lost_cache |= elsewhere.as_deref().is_some_and(may_exist);
+        if elsewhere.as_deref().is_some_and(may_exist) {
+            boot.loss = CacheLoss::Earlier;
+        }
         boot.elsewhere = elsewhere;
         Ok((boot, damage))
     }
@@ -113,7 +137,7 @@ impl Boot {
 
     /// Returns true if data may be gone.
     pub fn lost_cache(&self) -> bool {
-        self.lost_cache
+        self.loss.into()
     }
 
     /// Returns the number of failures in a row.
@@ -123,12 +147,13 @@ impl Boot {
 
     /// Returns true if it was lost since the directory was opened.
     pub fn is_lost_now(&self) -> bool {
-        self.is_lost_now
+        self.loss == CacheLoss::Now
     }
 
     /// Returns the same state, with only the losses since the directory was opened.
     pub fn made_up_for(&self) -> Boot {
-        Boot { lost_cache: self.is_lost_now, ..self.clone() }
+        let loss = if self.is_lost_now() { CacheLoss::Now } else { CacheLoss::None };
+        Boot { loss, ..self.clone() }
     }
 
     /// Records that data may be lost from now on, whatever the result of the record, with the number of
@@ -138,7 +163,7 @@ impl Boot {
     /// # Errors
     /// Nothing of that is durable: the error of that record.
     pub fn lose(&mut self, directory: &Directory, failures: u32) -> Result<LossRecord, StoreError> {
-        (self.lost_cache, self.is_lost_now, self.failures) = (true, true, failures);
+        (self.loss, self.failures) = (CacheLoss::Now, failures);
         match self.save(directory) {
             Ok(()) => Ok(LossRecord::Written),
             Err(error) => {
@@ -194,11 +219,12 @@ fn judge(found: &BootFile, boot_id: String, was_dirty: bool) -> Boot {
     let (same_boot, lost_before, failures) = match found {
         BootFile::Nothing => (false, false, 0),
         BootFile::Boot(found) => {
-            (found.boot_id == boot_id && !boot_id.is_empty(), found.lost_cache, found.failures)
+            (found.boot_id == boot_id && !boot_id.is_empty(), found.lost_cache(), found.failures)
         }
         BootFile::Damaged => (false, true, 0),
     };
-    Boot { boot_id, lost_cache: lost_before || (was_dirty && !same_boot), failures, ..Boot::default() }
+    let loss = CacheLoss::from(lost_before || (was_dirty && !same_boot));
+    Boot { boot_id, loss, failures, ..Boot::default() }
 }
 
 #[cfg(shorthorn_fuzzing)]
@@ -221,10 +247,13 @@ mod tests {
 
     #[test]
     fn only_a_dirty_directory_of_another_boot_has_lost_something() {
-        let boot =
-            |boot_id: &str, lost_cache| Boot { boot_id: boot_id.to_owned(), lost_cache, ..Boot::default() };
+        let boot = |boot_id: &str, lost: bool| Boot {
+            boot_id: boot_id.to_owned(),
+            loss: lost.into(),
+            ..Boot::default()
+        };
         let lost = |found: Option<Boot>, now: &str, dirty| {
-            judge(&found.map_or(BootFile::Nothing, BootFile::Boot), now.to_owned(), dirty).lost_cache
+            judge(&found.map_or(BootFile::Nothing, BootFile::Boot), now.to_owned(), dirty).lost_cache()
         };
         assert!(!lost(Some(boot("a", false)), "a", true), "a process that died takes no page cache with it");
         assert!(!lost(Some(boot("a", false)), "b", false));
@@ -233,9 +262,9 @@ mod tests {
         assert!(!lost(None, "b", false));
         assert!(lost(Some(boot("", false)), "", true));
         assert!(lost(Some(boot("b", true)), "b", false), "a clean close does not bring it back");
-        assert!(judge(&BootFile::Damaged, "b".to_owned(), false).lost_cache, "it may have said so");
+        assert!(judge(&BootFile::Damaged, "b".to_owned(), false).lost_cache(), "it may have said so");
         assert!(!boot("b", true).made_up_for().lost_cache());
-        let now = Boot { is_lost_now: true, ..boot("b", true) };
+        let now = Boot { loss: CacheLoss::Now, ..boot("b", true) };
         assert!(now.made_up_for().lost_cache(), "not by the process that has lost it");
     }
 
@@ -248,6 +277,11 @@ mod tests {
         }
         let before: Boot = serde_json::from_str(r#"{"boot_id":"a","lost_cache":true}"#).unwrap();
         assert_eq!((before.failures(), before.lost_cache()), (0, true));
+        let written = |loss| serde_json::to_string(&Boot { loss, ..before.clone() }).unwrap();
+        let lost = [CacheLoss::None, CacheLoss::Earlier, CacheLoss::Now].map(written);
+        for (text, lost) in lost.iter().zip([false, true, true]) {
+            assert_eq!(*text, format!(r#"{{"boot_id":"a","lost_cache":{lost},"failures":0}}"#));
+        }
     }
 
     proptest! {
@@ -263,7 +297,8 @@ mod tests {
             byte in any::<u8>(),
             failures in any::<u32>(),
         ) {
-            let lost = Boot { boot_id: "a".to_owned(), lost_cache: true, failures, ..Boot::default() };
+            let loss = CacheLoss::Earlier;
+            let lost = Boot { boot_id: "a".to_owned(), loss, failures, ..Boot::default() };
             let mut bytes = serde_json::to_vec(&lost).unwrap();
             bytes.push(b'\n');
             let mut bytes = with_check(bytes);
