@@ -2,7 +2,7 @@ mod acknowledge;
 mod clearing;
 mod copy;
 mod expand;
-mod failed;
+mod no_space;
 mod rebuild;
 mod requests;
 mod resync;
@@ -23,13 +23,13 @@ use crate::intent::WriteIntent;
 use crate::job::{Job, Jobs};
 use crate::marks::Marks;
 use crate::membership::{Membership, MembershipStep, PeerIndex, PeerMask, PeerState};
+use crate::no_space::Space;
 use crate::rebuild_end::Rebuilds;
 use crate::replica_timeouts::ReplicaTimeouts;
 use crate::resync::Resync;
 use crate::scrub::{Scrub, ScrubCandidates};
 use crate::size::VolumeSize;
 use crate::slot::{SlotId, Slots};
-use crate::space::Space;
 use crate::wake::Wake;
 
 /// The core of the engine of one attached volume. See the crate's description.

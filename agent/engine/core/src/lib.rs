@@ -49,6 +49,7 @@ mod intent;
 mod job;
 mod marks;
 mod membership;
+mod no_space;
 mod ranges;
 mod rebuild_end;
 mod replica_timeouts;
@@ -58,7 +59,6 @@ mod scrub;
 mod scrub_result;
 mod size;
 mod slot;
-mod space;
 mod wake;
 
 pub use cause::{Blamed, Cause, FailedRequest};

@@ -12,7 +12,7 @@ use crate::scrub_result::VolumeCheck;
 mod copies;
 mod corners;
 mod expand;
-mod failed;
+mod no_space;
 mod rebuilds;
 mod refusals;
 mod replica_timeouts;

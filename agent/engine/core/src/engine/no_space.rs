@@ -19,8 +19,8 @@ use crate::copy::{Copy, CopyReason};
 use crate::event::Outputs;
 use crate::job::Job;
 use crate::membership::{PeerIndex, PeerMask};
+use crate::no_space::{NoSpaceAction, Space, WaitingForSpace};
 use crate::slot::SlotId;
-use crate::space::{NoSpaceAction, Space, WaitingForSpace};
 
 impl EngineCore {
     /// Continues the request in slot `id`, which every replica has answered, after some have found no space.
