@@ -37,7 +37,7 @@ use crate::handover;
 use crate::link::{LinkSlots, QueueLink};
 use crate::open::{OpenResult, OpenedVolume, Opener};
 use crate::queue::Queue;
-use crate::rebuild::RebuildTasks;
+use crate::rebuild_tasks::RebuildTasks;
 use crate::serving::Serving;
 use crate::shared::{Shared, lock};
 use crate::state::EngineState;

@@ -28,7 +28,7 @@ use crate::events::{Ending, MainEvent};
 use crate::expansion::{ExpansionTask, SharedDevice};
 use crate::failures::{self, DeviceError};
 use crate::open::OpenedVolume;
-use crate::rebuild::RebuildTasks;
+use crate::rebuild_tasks::RebuildTasks;
 use crate::scrubber::Scrubbing;
 use crate::shared::{Shared, lock};
 use crate::state::EngineState;

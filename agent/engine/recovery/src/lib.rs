@@ -24,7 +24,7 @@ mod offenders;
 mod open;
 mod other_member;
 mod out_of_sync_sets;
-mod rebuild_attempt;
+mod rebuild;
 mod serving;
 
 pub use drop_history::{DropHistory, RebuildDelay};
@@ -36,5 +36,5 @@ pub use open::{
 };
 pub use other_member::{BlockSearch, UNREAD_MAX};
 pub use out_of_sync_sets::{forget_in_vain, give_up};
-pub use rebuild_attempt::{OTHER_RUN, RebuildError, ReplicaRebuild, SOURCE_HAS_LEFT, Source, rebuild};
+pub use rebuild::{OTHER_RUN, RebuildError, ReplicaRebuild, SOURCE_HAS_LEFT, Source, rebuild};
 pub use serving::{Address, KnownPeer, PendingView, ServingEngine, members};
