@@ -31,19 +31,19 @@
 #![forbid(unsafe_code)]
 
 mod arbiter;
-mod change;
 mod combined_sets;
 mod out_of_sync_sets;
 mod plan;
 mod quorum;
 mod replica;
 mod start;
+mod view_change;
 
 pub use arbiter::{Arbiter, NotGranted};
-pub use change::{ChangeProgress, ViewChange};
 pub use combined_sets::{CombinedSets, MemberSets, OutOfSyncSet, combine_sets};
 pub use out_of_sync_sets::{lacks_room, out_of_sync_sets_to_forget};
 pub use plan::{FencedReplica, NoPlan, StartPlan, plan, remembers};
 pub use quorum::{Quorum, quorum};
 pub use replica::{Fence, Refused, ReplicaViews};
 pub use start::{Basis, CannotStart, basis, basis_without, forgets, knows_no_engine};
+pub use view_change::{ChangeProgress, ViewChange};
