@@ -3,42 +3,14 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
-use shorthorn_api::v1::{self, instance::Detail};
-use shorthorn_control::{
-    EnginePhase, EngineSpec, ProcessCommand, RebuildLimits, ReplicaEndpoint, ScrubCommand,
-};
+use shorthorn_control::{EngineSpec, ProcessCommand, RebuildLimits, ReplicaEndpoint, ScrubCommand};
 use shorthorn_types::{Generation, ReplicaId, View, VolumeName};
-use tokio::time::{Instant, timeout};
 
 use crate::serve::blocking;
 use crate::serve::error::NodeError;
 use crate::serve::instance::hub::finish;
-use crate::serve::instance::program::{self, Comparison};
-use crate::serve::instance::{
-    Hub, InstanceId, InstanceProcess, InstanceWatch, ProcessPhase, Spec, control_watch,
-};
-
-/// The longest that the new process of an upgrade may take to serve. The last process may drain for 5 s, and
-/// the new one waits up to 30 s for its replicas.
-const UPGRADE_LIMIT: Duration = Duration::from_secs(60);
-
-/// The longest that an engine may take to serve the device that was recreated. The engine starts again for
-/// that, and waits up to 30 s for its replicas.
-const RENEW_LIMIT: Duration = Duration::from_secs(60);
-
-/// The result of an upgrade.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Upgraded {
-    /// The time without service: from the moment when the old process had finished its requests, or was gone,
-    /// until the new one served.
-    pub pause: Duration,
-    /// The process before.
-    pub old_pid: i32,
-    /// The process since; the same one if it was left alone.
-    pub new_pid: i32,
-}
+use crate::serve::instance::{Hub, InstanceId, InstanceProcess, ProcessPhase, Spec, control_watch};
 
 impl Hub {
     /// Sends a grant to an engine; see the node API.
@@ -225,7 +197,7 @@ impl Hub {
     }
 
     /// Returns the engine of that attachment, or of any if it is none.
-    fn engine_of(
+    pub(super) fn engine_of(
         &self,
         id: &InstanceId,
         attach: Option<u64>,
@@ -241,121 +213,6 @@ impl Hub {
             None => Ok((spec, process)),
         }
     }
-
-    /// Replaces the process of an engine under I/O; see the node API. With `only_outdated`, a process that
-    /// runs the installed program is left alone.
-    ///
-    /// # Errors
-    /// [`NodeError::Precondition`] if it does not serve, [`NodeError::Unavailable`] if the new one does not
-    /// serve in time: it continues to try.
-    pub async fn upgrade(
-        self: &Arc<Hub>,
-        volume: VolumeName,
-        attach: Option<u64>,
-        only_outdated: bool,
-    ) -> Result<Upgraded, NodeError> {
-        let (hub, id) = (Arc::clone(self), InstanceId::Engine(volume));
-        finish(tokio::spawn(async move { hub.upgrade_now(id, attach, only_outdated).await })).await
-    }
-
-    async fn upgrade_now(
-        &self,
-        id: InstanceId,
-        attach: Option<u64>,
-        only_outdated: bool,
-    ) -> Result<Upgraded, NodeError> {
-        let gate = self.gate(&id);
-        let _open = gate.lock().await;
-        let (_, process) = self.engine_of(&id, attach)?;
-        let shown = self.published(&id)?;
-        let Some(old_pid) = process.pid.filter(|_| is_serving(&shown)) else {
-            let message = format!("the {id} does not serve: it can be upgraded when it does");
-            return Err(NodeError::Precondition(message));
-        };
-        // Behind the gate: of two callers, the second one meets the process that the first one has started.
-        if only_outdated && !is_outdated(&shown, old_pid).await? {
-            return Ok(Upgraded { pause: Duration::ZERO, old_pid, new_pid: old_pid });
-        }
-        let mut watch = self.table().watch();
-        self.backend().restart(&id).await?;
-        let name = id.name();
-        let measured = measure(&mut watch, &name, old_pid);
-        let late = |_| {
-            NodeError::Unavailable(format!(
-                "the new process of the {id} does not serve within {} s and keeps trying; see its log",
-                UPGRADE_LIMIT.as_secs()
-            ))
-        };
-        let upgraded = timeout(UPGRADE_LIMIT, measured).await.map_err(late)??;
-        tracing::info!(instance = %id, ?upgraded, "upgraded");
-        Ok(upgraded)
-    }
-}
-
-impl Hub {
-    /// Replaces the device of an engine, if it could not grow while it was in use and has no user now. The
-    /// new one has the size of the volume. Returns when it serves.
-    ///
-    /// # Errors
-    /// [`NodeError`] has the obstacle. The engine is started in any case.
-    pub async fn renew_device(self: &Arc<Hub>, volume: VolumeName) -> Result<(), NodeError> {
-        let hub = Arc::clone(self);
-        // A task of its own: a disconnected caller must not leave an engine stopped.
-        finish(tokio::spawn(async move { hub.renew_now(InstanceId::Engine(volume)).await })).await
-    }
-
-    async fn renew_now(&self, id: InstanceId) -> Result<(), NodeError> {
-        let mut watch = {
-            let gate = self.gate(&id);
-            let _open = gate.lock().await;
-            let Some((Spec::Engine(spec), process)) = self.table().known(&id) else { return Ok(()) };
-            let keeps_size = self.table().published(&id).is_some_and(|shown| keeps_size(&shown));
-            if process.phase == ProcessPhase::Stopped || !keeps_size {
-                return Ok(());
-            }
-            self.refuse_in_use(&spec).await?;
-            let watch = self.table().watch();
-            tracing::info!(instance = %id, "recreating the device with the size of the volume");
-            self.table().set_process(&id, InstanceProcess { phase: ProcessPhase::Stopping, ..process });
-            // The engine removes its device. For the controller it stays the same engine, which never
-            // stopped.
-            let stopped = self.backend().stop(&id).await;
-            self.table().set_process(&id, InstanceProcess::only(ProcessPhase::Starting));
-            if let Err(error) = self.backend().start(&id).await {
-                self.table().set_process(&id, InstanceProcess::failed(error.to_string()));
-                return Err(error.into());
-            }
-            stopped?;
-            watch
-        };
-        let name = id.name();
-        let late = |_| {
-            NodeError::Unavailable(format!(
-                "the {id} does not serve its new device within {} s and keeps trying; see its log",
-                RENEW_LIMIT.as_secs()
-            ))
-        };
-        timeout(RENEW_LIMIT, serves(&mut watch, &name)).await.map_err(late)?
-    }
-}
-
-/// Returns true if the device of an engine has its new size only once it is recreated.
-fn keeps_size(instance: &v1::Instance) -> bool {
-    let Some(Detail::Engine(engine)) = &instance.detail else { return false };
-    is_serving(instance) && engine.expansion.as_ref().is_some_and(|expansion| expansion.next_attach)
-}
-
-/// Waits until an engine serves whose device needs not be recreated.
-async fn serves(watch: &mut InstanceWatch, name: &str) -> Result<(), NodeError> {
-    loop {
-        let changed = watch.changes.recv().await.map_err(NodeError::lost)?;
-        let is_it = |instance: &v1::Instance| {
-            instance.kind() == v1::InstanceKind::Engine && instance.name == name && is_serving(instance)
-        };
-        if changed.instance.is_some_and(|instance| is_it(&instance) && !keeps_size(&instance)) {
-            return Ok(());
-        }
-    }
 }
 
 async fn send(id: &InstanceId, control: &Path, command: &ProcessCommand) -> Result<(), NodeError> {
@@ -364,52 +221,10 @@ async fn send(id: &InstanceId, control: &Path, command: &ProcessCommand) -> Resu
     })
 }
 
-fn is_serving(instance: &v1::Instance) -> bool {
-    instance.state() == v1::InstanceState::Running && says_serving(instance)
-}
-
-fn says_serving(instance: &v1::Instance) -> bool {
-    matches!(
-        &instance.detail, Some(Detail::Engine(engine)) if engine.known_phase() == Some(EnginePhase::Serving)
-    )
-}
-
-/// Returns true if the process of an engine runs another program than the installed one, or may do so.
-async fn is_outdated(engine: &v1::Instance, pid: i32) -> Result<bool, NodeError> {
-    let compared = blocking(move || Ok(program::differs(pid))).await?;
-    let comparison = compared.map_or(Comparison::ByVersion, |differs| Comparison::Done { differs });
-    let version = match &engine.detail {
-        Some(Detail::Engine(engine)) => engine.known_version(),
-        _ => None,
-    };
-    Ok(comparison.needs_upgrade(version).unwrap_or(true))
-}
-
-/// Waits for the end of one process and the start of the next one.
-async fn measure(watch: &mut InstanceWatch, name: &str, old_pid: i32) -> Result<Upgraded, NodeError> {
-    let mut quiet_since = None;
-    loop {
-        let changed = watch.changes.recv().await.map_err(NodeError::lost)?;
-        let Some(instance) = changed
-            .instance
-            .filter(|instance| instance.kind() == v1::InstanceKind::Engine && instance.name == name)
-        else {
-            continue;
-        };
-        // A stopping engine continues to serve until everything is flushed.
-        if instance.pid != old_pid || !says_serving(&instance) {
-            quiet_since.get_or_insert_with(Instant::now);
-        }
-        if let Some(since) = quiet_since.filter(|_| instance.pid != old_pid && is_serving(&instance)) {
-            return Ok(Upgraded { pause: since.elapsed(), old_pid, new_pid: instance.pid });
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use serde_json::{Value, json};
-    use tokio::sync::{broadcast, watch};
+    use tokio::sync::watch;
 
     use super::*;
     use crate::serve::instance::{Children, InstancePaths, Table};
@@ -436,82 +251,5 @@ mod tests {
         let kept: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
         assert_eq!(kept["rebuild"], json!({ "bytes_per_s": 7, "share_percent": 30, "later": { "x": 1 } }));
         assert_eq!(kept["replicas"][1]["later"], true);
-    }
-
-    fn shown(pid: i32, phase: Option<EnginePhase>) -> v1::InstanceEvent {
-        let engine = v1::EngineStatus::default().with_phase(phase);
-        let instance = v1::Instance {
-            kind: v1::InstanceKind::Engine.into(),
-            name: "v1".into(),
-            state: v1::InstanceState::Running.into(),
-            pid,
-            detail: Some(Detail::Engine(engine)),
-            ..v1::Instance::default()
-        };
-        v1::InstanceEvent { instance: Some(instance), ..v1::InstanceEvent::default() }
-    }
-
-    fn with_expansion(phase: EnginePhase, next_attach: bool) -> v1::InstanceEvent {
-        let mut event = shown(1, Some(phase));
-        if let Some(Detail::Engine(engine)) = event.instance.as_mut().and_then(|shown| shown.detail.as_mut())
-        {
-            let (size_bytes, message) = (2 << 30, "the driver cannot".to_owned());
-            engine.expansion = Some(v1::Expansion { size_bytes, message, next_attach });
-        }
-        event
-    }
-
-    #[test]
-    fn only_a_device_that_cannot_grow_in_use_is_recreated() {
-        let keeps = |event: v1::InstanceEvent| keeps_size(&event.instance.unwrap());
-        assert!(keeps(with_expansion(EnginePhase::Serving, true)));
-        // A running expansion ends by itself, and an engine that starts or is frozen has no size to take.
-        for event in [
-            with_expansion(EnginePhase::Serving, false),
-            with_expansion(EnginePhase::Starting, true),
-            shown(1, Some(EnginePhase::Serving)),
-        ] {
-            assert!(!keeps(event));
-        }
-    }
-
-    #[tokio::test]
-    async fn a_device_is_recreated_once_an_engine_serves_it() {
-        let (sent, changes) = broadcast::channel(16);
-        let mut watch = InstanceWatch { now: Vec::new(), changes };
-        for event in [
-            with_expansion(EnginePhase::Serving, true),
-            shown(0, None),
-            shown(2, Some(EnginePhase::Starting)),
-            shown(2, Some(EnginePhase::Serving)),
-        ] {
-            sent.send(event).unwrap();
-        }
-        serves(&mut watch, "v1").await.unwrap();
-        assert!(watch.changes.is_empty(), "not before the last of them");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn the_pause_is_from_the_end_of_one_to_the_service_of_the_next() {
-        let (sent, changes) = broadcast::channel(16);
-        let mut watch = InstanceWatch { now: Vec::new(), changes };
-        let sender = async {
-            // The old one still serves, then ends; the new one starts, then serves.
-            for (wait_ms, pid, phase) in [
-                (50, 1, Some(EnginePhase::Serving)),
-                (10, 1, Some(EnginePhase::Stopping)),
-                (20, 0, None),
-                (30, 2, Some(EnginePhase::Starting)),
-                (40, 2, Some(EnginePhase::Serving)),
-            ] {
-                tokio::time::sleep(Duration::from_millis(wait_ms)).await;
-                sent.send(shown(pid, phase)).unwrap();
-                tokio::task::yield_now().await;
-            }
-        };
-        let (measured, ()) = tokio::join!(measure(&mut watch, "v1", 1), sender);
-        let measured = measured.unwrap();
-        assert_eq!((measured.old_pid, measured.new_pid), (1, 2));
-        assert_eq!(measured.pause.as_millis(), 90);
     }
 }

@@ -5,6 +5,7 @@ mod backend;
 mod children;
 mod commands;
 mod control_watch;
+mod device_renewal;
 mod hub;
 mod message;
 mod paths;
@@ -15,6 +16,7 @@ mod spec;
 mod systemd;
 mod table;
 mod units;
+mod upgrade;
 
 use std::fmt;
 
