@@ -11,19 +11,19 @@
 #![forbid(unsafe_code)]
 
 mod admission;
+mod durable_step;
 mod failure;
 mod known_rot;
 mod revision;
 mod start;
 mod state;
-mod steps;
 mod waiting;
 
 pub use admission::{Admission, CANDIDATES_MAX, CONNECTIONS_MAX, QueueId, Ready, RefusalReason, Superseded};
+pub use durable_step::{Denied, Disk, DurableStep, StepError, is_final};
 pub use failure::{FAILURES_FORGIVEN_AFTER, RecordOutcome, ReplicaFailure};
 pub use known_rot::{AboutHole, After, KnownRot, RotLimits};
 pub use revision::revision_counter;
 pub use start::{Started, StoredFiles, SumsFound};
 pub use state::ReplicaState;
-pub use steps::{Denied, Disk, DurableStep, StepError, is_final};
 pub use waiting::{PageEnd, Waiter, WaitingRequests};

@@ -4,8 +4,8 @@ use shorthorn_regions::{PageDamage, SetKey, WriteIntentLog};
 use shorthorn_types::{RegionSet, Regions, ReplicaId};
 use shorthorn_views::{ReplicaViews, remembers};
 
+use crate::durable_step::{Disk, DurableStep, StepError, is_final};
 use crate::state::{LeftRecord, ReplicaState};
-use crate::steps::{Disk, DurableStep, StepError, is_final};
 
 /// The files that a replica finds on its disk.
 #[derive(Clone, Debug)]

@@ -6,8 +6,8 @@ use shorthorn_regions::{Marked, NewSet, SetKey, Ticket, WriteIntentLog};
 use shorthorn_types::{Generation, MarkRegions, ReplicaId, ReplicaReport, View};
 use shorthorn_views::{Fence, ReplicaViews};
 
+use crate::durable_step::{Denied, Disk, DurableStep, StepError, is_final};
 use crate::failure::{FAILURES_FORGIVEN_AFTER, RecordOutcome, ReplicaFailure};
-use crate::steps::{Denied, Disk, DurableStep, StepError, is_final};
 
 /// The state that a replica keeps beside the data. The memory equals the disk, except after a failed step.
 ///

@@ -3,8 +3,8 @@
 use shorthorn_regions::{DirtyMark, PageWrite, Ticket, WriteIntentLog};
 use shorthorn_types::{ByteRange, Errno};
 
+use crate::durable_step::is_final;
 use crate::state::ReplicaState;
-use crate::steps::is_final;
 
 /// Interrupted system call (EINTR).
 const INTERRUPTED: Errno = Errno::new(4);

@@ -12,8 +12,8 @@ use shorthorn_store::Store;
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_views::ReplicaViews;
 
+use super::durable_steps::ReplicaFiles;
 use super::region_sets::RegionSets;
-use super::steps::ReplicaFiles;
 use crate::state::Owner;
 
 /// See the module.

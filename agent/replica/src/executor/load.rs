@@ -10,8 +10,8 @@ use shorthorn_views::ReplicaViews;
 
 use super::background_sums::BackgroundSums;
 use super::block_sums::BlockSums;
+use super::durable_steps::ReplicaFiles;
 use super::region_sets::RegionSets;
-use super::steps::ReplicaFiles;
 use super::sum_schedule::SumSchedule;
 use crate::error::ReplicaError;
 use crate::state::{Owner, holds_data};

@@ -12,8 +12,8 @@ use shorthorn_ring::{Arena, Ring};
 use shorthorn_store::RegionFile;
 use shorthorn_types::{ByteRange, Errno};
 
+use super::durable_steps::SetFiles;
 use super::operation::{kind, numbered_token};
-use super::steps::SetFiles;
 use crate::limits::SLOTS;
 
 /// See the module.

@@ -19,7 +19,7 @@ use crate::directory::Directory;
 use crate::epoch_record::EpochRecord;
 use crate::error::StoreError;
 use crate::facts::recover_directory;
-use crate::steps::StepExecutor;
+use crate::step_executor::StepExecutor;
 use crate::sums_files::sweep_sums;
 use crate::timestamp::now_rfc3339;
 

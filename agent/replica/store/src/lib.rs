@@ -49,7 +49,7 @@ mod regions;
 mod repair;
 mod revision;
 mod state;
-mod steps;
+mod step_executor;
 mod store;
 mod sums;
 mod sums_files;

@@ -9,7 +9,7 @@ use crate::directory::Directory;
 use crate::error::StoreError;
 use crate::host::HostFileSystem;
 use crate::options::FaultHook;
-use crate::steps::StepExecutor;
+use crate::step_executor::StepExecutor;
 
 type Result<T> = std::result::Result<T, StoreError>;
 

@@ -42,7 +42,7 @@ use crate::options::{CreateOptions, OpenOptions};
 use crate::regions::RegionFiles;
 use crate::revision;
 use crate::state::{self, SavedState, StateWriter};
-use crate::steps::StepExecutor;
+use crate::step_executor::StepExecutor;
 use crate::sums::SnapshotLayers;
 use crate::sums_files::sweep_sums;
 use crate::timestamp::now_rfc3339;

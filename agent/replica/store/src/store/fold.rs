@@ -11,7 +11,7 @@ use shorthorn_chain::{ChainError, FileStep, FoldPlan, ImageName};
 use crate::directory::Directory;
 use crate::error::StoreError;
 use crate::options::FaultHook;
-use crate::steps::StepExecutor;
+use crate::step_executor::StepExecutor;
 use crate::store::Store;
 use crate::sums::drop_sums;
 use crate::sums_files::sweep_sums;
