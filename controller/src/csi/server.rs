@@ -11,7 +11,7 @@ use tonic::{Request, Response, Status};
 
 use super::call::CsiCall;
 use super::deadline::wait_limit;
-use super::rooms::Rooms;
+use super::free_capacity::Rooms;
 use crate::agents::Fleet;
 use crate::counts::Metrics;
 use crate::kubernetes::events::EventSender;

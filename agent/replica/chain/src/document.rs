@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::check::{with_check, without_check};
+use crate::document_check::{with_check, without_check};
 use crate::error::ChainError;
 use crate::names::VOLUME_META;
 

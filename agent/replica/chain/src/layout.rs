@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 
 use shorthorn_types::limits::BLOCK_BYTES;
 
-use crate::checks::Checks;
 use crate::document::{DiskMeta, VolumeMeta};
 use crate::error::ChainError;
 use crate::facts::ImageFacts;
 use crate::limits::MAX_LAYERS;
 use crate::names::{ImageName, VOLUME_META};
+use crate::optional_checks::Checks;
 
 /// The label of the snapshot that an expansion by Longhorn leaves; its value is the new size.
 const EXPANSION_LABEL: &str = "replica-expansion";

@@ -17,10 +17,9 @@
 #![forbid(unsafe_code)]
 
 mod block_map;
-mod check;
-mod checks;
 mod copy;
 mod document;
+mod document_check;
 mod error;
 mod extents;
 mod facts;
@@ -29,16 +28,16 @@ mod layout;
 mod limits;
 mod names;
 mod operation;
+mod optional_checks;
 mod plan;
 mod recovery;
 mod step;
 mod window;
 
 pub use block_map::{BlockMap, MapUsage};
-pub use check::{with_check, without_check};
-pub use checks::Checks;
 pub use copy::{CopyLayer, CopyList};
 pub use document::{DiskMeta, VolumeMeta};
+pub use document_check::{with_check, without_check};
 pub use error::ChainError;
 pub use extents::{ExtentSource, FileIndex};
 pub use facts::{DirectoryFacts, ImageFacts, MetaFacts};
@@ -50,6 +49,7 @@ pub use names::{
     SnapshotName, TEMP_SUFFIX, VOLUME_META, classify, temp_name,
 };
 pub use operation::{DirectoryOperation, FoldPlan, NewSnapshot, create_steps};
+pub use optional_checks::Checks;
 pub use plan::{BlockSource, EdgeBlock, PlanError, ReadSegment, WritePlan, ZeroStep};
 pub use recovery::{Recovery, recover};
 pub use shorthorn_types::{ByteRange, RangeError};

@@ -168,7 +168,7 @@ impl Layout {
     /// The snapshot does not exist, or is removed, or its chain is broken.
     pub fn plan_revert(&self, name: &str, created: &str) -> Result<DirectoryOperation, ChainError> {
         // Its layers have been checked when the directory was opened, or were made since.
-        let accept = crate::checks::Checks { accept_short_layers: true, ..Default::default() };
+        let accept = crate::optional_checks::Checks { accept_short_layers: true, ..Default::default() };
         let mut chain = self.chain_of_snapshot(name, &accept)?;
         let (target, old, head) = (chain[0].clone(), self.head().clone(), self.free_head()?);
         if chain.len() >= MAX_LAYERS {

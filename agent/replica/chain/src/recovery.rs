@@ -6,7 +6,6 @@
 
 use std::collections::BTreeMap;
 
-use crate::checks::Checks;
 use crate::document::{DiskMeta, VolumeMeta};
 use crate::error::ChainError;
 use crate::facts::{DirectoryFacts, ImageFacts, MetaFacts};
@@ -14,6 +13,7 @@ use crate::intent::{FileRef, OperationIntent};
 use crate::layout::{Layout, head_of};
 use crate::names::{INTENT_FILE, ImageName, VOLUME_META};
 use crate::operation::expand_steps;
+use crate::optional_checks::Checks;
 use crate::step::{FileStep, document_steps};
 
 /// The layout of a directory and the steps that repair it.

@@ -74,7 +74,7 @@ pub struct Condition {
     #[serde(rename = "type")]
     pub kind: ConditionType,
     /// True if the statement holds.
-    #[serde(with = "super::truth")]
+    #[serde(with = "super::condition_status")]
     #[schemars(with = "schema::Truth")]
     pub status: bool,
     /// The generation of the object that this was found out about; absent: the store counts none.

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod condition;
+mod condition_status;
 mod engine;
 mod metadata;
 mod node;
@@ -12,7 +13,6 @@ mod optional;
 mod quoted;
 mod replica;
 pub mod schema;
-mod truth;
 mod unknown_words;
 mod volume;
 

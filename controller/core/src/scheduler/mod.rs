@@ -5,7 +5,7 @@
 //! comes the table of [`scores`], of which the first that differs between two disks decides. A new rule is
 //! one more line in one of the tables.
 
-mod better;
+mod better_location;
 mod candidates;
 mod filters;
 mod growth;
@@ -21,7 +21,7 @@ use std::collections::BTreeMap;
 use crate::NodeName;
 
 pub use crate::objects::RESERVED_PERCENT;
-pub use better::better_location;
+pub use better_location::better_location;
 pub(crate) use candidates::largest_room_bytes;
 pub use candidates::{candidates, candidates_for_new, taken_bytes};
 pub use filters::Filter;
