@@ -19,7 +19,7 @@ pub mod api;
 mod backoff;
 pub mod ca_storage;
 pub mod config;
-pub mod counts;
+pub mod counters;
 pub mod csi;
 pub mod kubernetes;
 pub mod manual;

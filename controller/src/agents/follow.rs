@@ -137,7 +137,7 @@ mod tests {
     use shorthorn_controller_core::objects::{Metadata, NodeSpec, NodeStatus};
 
     use super::*;
-    use crate::counts::Metrics;
+    use crate::counters::Metrics;
     use crate::queue::WorkQueue;
     use crate::store::{MemoryStore, Store};
 

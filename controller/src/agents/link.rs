@@ -219,7 +219,7 @@ mod tests {
     use shorthorn_types::{ReplicaId, VolumeName};
 
     use super::*;
-    use crate::counts::Metrics;
+    use crate::counters::Metrics;
     use crate::queue::WorkQueue;
     use crate::store::{MemoryStore, Store};
 

@@ -29,7 +29,7 @@ use self::connections::AgentConnections;
 use self::convert::AgentRequest;
 pub(crate) use self::discover::ASKED_MAX;
 pub use self::requests::{Found, FoundTrash};
-use crate::counts::Metrics;
+use crate::counters::Metrics;
 use crate::queue::WorkQueue;
 use crate::store::Store;
 

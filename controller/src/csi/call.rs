@@ -5,7 +5,7 @@ use std::time::Instant;
 use shorthorn_csi::CsiError;
 use tonic::{Code, Response, Status};
 
-use crate::counts::Metrics;
+use crate::counters::Metrics;
 
 /// The maximum length of a logged name.
 const NAME_MAX_CHARS: usize = 128;

@@ -13,7 +13,7 @@ use super::call::CsiCall;
 use super::deadline::wait_limit;
 use super::free_capacity::Rooms;
 use crate::agents::Fleet;
-use crate::counts::Metrics;
+use crate::counters::Metrics;
 use crate::kubernetes::events::EventSender;
 use crate::store::Store;
 

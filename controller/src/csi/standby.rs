@@ -80,7 +80,7 @@ mod tests {
 
     use super::*;
     use crate::agents::Fleet;
-    use crate::counts::Metrics;
+    use crate::counters::Metrics;
     use crate::queue::WorkQueue;
     use crate::store::{MemoryStore, Store};
 

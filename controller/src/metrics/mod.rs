@@ -17,7 +17,7 @@ use crate::queue::WorkQueue;
 use crate::store::Store;
 use crate::tls::Tls;
 
-pub use crate::counts::Metrics;
+pub use crate::counters::Metrics;
 pub use readiness::{Readiness, ReadinessPhase};
 pub use store::Metered;
 

@@ -88,7 +88,7 @@ mod tests {
     use shorthorn_types::ReplicaId;
 
     use super::*;
-    use crate::counts::Metrics;
+    use crate::counters::Metrics;
     use crate::queue::WorkQueue;
     use crate::store::MemoryStore;
 

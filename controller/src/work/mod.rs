@@ -13,7 +13,7 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::mpsc;
 
 use crate::agents::Fleet;
-use crate::counts::Metrics;
+use crate::counters::Metrics;
 use crate::kubernetes::events::EventSender;
 use crate::store::{Store, StoreError};
 

@@ -8,7 +8,7 @@ use tokio::task::JoinSet;
 
 use super::decider::{Decided, Decider};
 use super::execute::ActionRunner;
-use crate::counts::Metrics;
+use crate::counters::Metrics;
 use crate::queue::{RunOutcome, WorkQueue};
 
 /// The maximum number of objects in work. Calls to agents can take long, and one must not delay all.

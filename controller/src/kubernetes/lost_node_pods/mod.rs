@@ -26,7 +26,7 @@ use crate::kubernetes::events::EventSender;
 pub(super) use machine::{deleted, exactly};
 
 use crate::agents::Fleet;
-use crate::counts::Metrics;
+use crate::counters::Metrics;
 use crate::store::Store;
 
 /// The time for which changes are gathered before they are examined: many pods are deleted at once.
