@@ -1,4 +1,4 @@
-//! The rebuild tasks: each rebuilds one replica, in the steps of [`shorthorn_recovery::rebuild`].
+//! The rebuild tasks: each rebuilds one replica, in the steps of [`shorthorn_recovery::rebuild()`].
 
 use std::cell::Cell;
 use std::ops::Range;
