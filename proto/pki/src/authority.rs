@@ -2,6 +2,7 @@
 //! result.
 
 mod roll_over;
+mod stored;
 
 use std::collections::BTreeMap;
 
@@ -10,7 +11,7 @@ use rcgen::{
     KeyUsagePurpose, PublicKeyData, SanType, SerialNumber,
 };
 use rustls::pki_types::{CertificateDer, UnixTime};
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Serialize, Serializer};
 use shorthorn_types::status::RollOverPhase;
 use shorthorn_types::{from_hex, hex};
 use thiserror::Error;
@@ -26,6 +27,7 @@ use crate::trust::{Pin, REVOKED_MAX, Trust, TrustError};
 use crate::{AUTHORITY_SECONDS, BACKDATED_SECONDS};
 
 use roll_over::RollOver;
+use stored::StoredAuthority;
 
 const FORMAT: u32 = 1;
 /// Certificates that can be valid at a time.
@@ -41,14 +43,13 @@ const EXPIRED_REVOKED_MAX: usize = 1024;
 const VERSIONS_MAX: u64 = 1 << 32;
 
 /// The CA: its keys, and the certificates and tokens that it gave out.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize)]
 pub struct Authority {
     format: u32,
     cluster: ClusterId,
     /// Counts changes of the trust list.
     version: u64,
     pub(crate) signers: RollOver,
-    #[serde(deserialize_with = "records")]
     issued: Vec<Issued>,
     revoked: Vec<Revoked>,
     tokens: Vec<StoredToken>,
@@ -153,8 +154,8 @@ impl Authority {
         if head.format != FORMAT {
             return Err(AuthorityError::Format(head.format));
         }
-        let mut authority: Authority = serde_json::from_slice(text).map_err(failed)?;
-        authority.revoke_all(names_no_node_can_have(text).map_err(failed)?);
+        let stored: StoredAuthority = serde_json::from_slice(text).map_err(failed)?;
+        let authority = stored.into_authority();
         for signer in authority.signers.trusted() {
             let public = signer.key()?.public();
             let parsed = x509_parser::parse_x509_certificate(&signer.der()?)
@@ -511,41 +512,6 @@ impl Signer {
 /// Writes a role as the text that certificates have.
 fn role_text<S: Serializer>(role: &Role, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(role)
-}
-
-/// A record as it is stored, whose role may be that of an impossible name.
-#[derive(Deserialize)]
-struct StoredRecord {
-    serial: Serial,
-    role: String,
-    not_after: u64,
-    signer: Pin,
-}
-
-/// Reads stored records, except those of names that no node can have: see [`names_no_node_can_have`].
-fn records<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Issued>, D::Error> {
-    let mut records = Vec::new();
-    for StoredRecord { serial, role, not_after, signer } in Vec::deserialize(deserializer)? {
-        match role.parse::<Role>() {
-            Ok(role) => records.push(Issued { serial, role, not_after, signer }),
-            Err(CertificateNameError::Node(_)) => {}
-            Err(error) => return Err(serde::de::Error::custom(error)),
-        }
-    }
-    Ok(records)
-}
-
-/// Returns the certificates of names that no node can have. Earlier releases signed `a..b` for a client that
-/// was not an agent. Peers of these releases accept such a certificate unless it is revoked.
-fn names_no_node_can_have(text: &[u8]) -> serde_json::Result<Vec<Revoked>> {
-    #[derive(Deserialize)]
-    struct Records {
-        issued: Vec<StoredRecord>,
-    }
-    let impossible =
-        |record: &StoredRecord| matches!(record.role.parse::<Role>(), Err(CertificateNameError::Node(_)));
-    let records = serde_json::from_slice::<Records>(text)?.issued.into_iter().filter(impossible);
-    Ok(records.map(|record| Revoked { serial: record.serial, not_after: record.not_after }).collect())
 }
 
 #[cfg(test)]
