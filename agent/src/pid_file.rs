@@ -6,6 +6,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -26,6 +27,10 @@ const WHOLE_FILE: libc::flock = libc::flock {
     l_len: 0,
     l_pid: 0,
 };
+
+/// Looks at a lock while its holders end or change. A holder that has just ended can look like one of another
+/// PID namespace, so a single look does not suffice.
+const LOOKS_MAX: u32 = 100;
 
 /// A pid file held by this process. The lock ends with the process, or when this is dropped.
 #[derive(Debug)]
@@ -48,6 +53,25 @@ pub enum PidFileError {
     Io { path: PathBuf, source: io::Error },
 }
 
+/// The holder of a lock has no process id in the PID namespace of this process. The cause of an
+/// [`io::Error`].
+#[derive(Debug, Error)]
+#[error(
+    "locked by a process of another PID namespace, such as that of a container: stop that process first; \
+     lslocks shows it on the host"
+)]
+pub struct HeldElsewhere;
+
+/// The holder of a lock, as the kernel reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum LockHolder {
+    None,
+    /// The process with this id.
+    Process(i32),
+    /// A process of another PID namespace, whose id the kernel reports as 0.
+    Elsewhere,
+}
+
 impl PidFile {
     /// Takes the pid file at `path` for this process. A process may do that once: closing any other
     /// descriptor of the file would release the lock.
@@ -64,26 +88,69 @@ impl PidFile {
             .mode(0o600)
             .open(path)
             .map_err(io)?;
-        while let Err(error) = fcntl(&file, FcntlArg::F_SETLK(&WHOLE_FILE)) {
-            if !matches!(error, Errno::EACCES | Errno::EAGAIN) {
-                return Err(io(error.into()));
-            }
-            // Between the two calls the holder may have gone: then the lock is free, and is tried again.
-            if let Some(pid) = lock_holder(&file).map_err(io)? {
-                return Err(PidFileError::Held { path: path.to_owned(), pid });
-            }
+        let holder = repeat(|| match fcntl(&file, FcntlArg::F_SETLK(&WHOLE_FILE)) {
+            Ok(_) => Ok(ControlFlow::Break(None)),
+            Err(Errno::EACCES | Errno::EAGAIN) => Ok(match lock_holder(&file)? {
+                LockHolder::Process(pid) => ControlFlow::Break(Some(pid)),
+                // Between the two calls the holder may have ended: then the lock is free, and is tried again.
+                holder => ControlFlow::Continue(holder),
+            }),
+            Err(error) => Err(error.into()),
+        });
+        if let Some(pid) = holder.map_err(io)? {
+            return Err(PidFileError::Held { path: path.to_owned(), pid });
         }
         file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id())).map_err(io)?;
         Ok(PidFile { _file: file })
     }
 }
 
-/// Returns the process that has a lock on the file; none if no process has one.
-fn lock_holder(file: &File) -> io::Result<Option<i32>> {
+/// Returns true if a process, of any PID namespace, holds the pid file at `path`.
+///
+/// # Errors
+/// The error of the system.
+pub fn is_held(path: &Path) -> io::Result<bool> {
+    Ok(match open(path)? {
+        Some(file) => lock_holder(&file)? != LockHolder::None,
+        None => false,
+    })
+}
+
+/// Opens a pid file for reading; none if it is missing.
+fn open(path: &Path) -> io::Result<Option<File>> {
+    match File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        opened => opened.map(Some),
+    }
+}
+
+/// Returns the process that has a lock on the file.
+fn lock_holder(file: &File) -> io::Result<LockHolder> {
     let mut lock = WHOLE_FILE;
     fcntl(file, FcntlArg::F_GETLK(&mut lock))?;
-    let is_held = libc::c_int::from(lock.l_type) != libc::F_UNLCK && lock.l_pid != 0;
-    Ok(is_held.then_some(lock.l_pid))
+    Ok(match lock.l_pid {
+        _ if libc::c_int::from(lock.l_type) == libc::F_UNLCK => LockHolder::None,
+        0 => LockHolder::Elsewhere,
+        pid => LockHolder::Process(pid),
+    })
+}
+
+/// Repeats `look` until it has a result, at most [`LOOKS_MAX`] times. A look without a result returns the
+/// holder that it has seen.
+fn repeat<T>(mut look: impl FnMut() -> io::Result<ControlFlow<T, LockHolder>>) -> io::Result<T> {
+    let mut last = LockHolder::None;
+    for _ in 0..LOOKS_MAX {
+        match look()? {
+            ControlFlow::Break(found) => return Ok(found),
+            ControlFlow::Continue(holder) => last = holder,
+        }
+    }
+    Err(match last {
+        LockHolder::Elsewhere => io::Error::other(HeldElsewhere),
+        LockHolder::None | LockHolder::Process(_) => {
+            io::Error::new(io::ErrorKind::ResourceBusy, "the holder of the lock changes again and again")
+        }
+    })
 }
 
 /// A living process that holds a pid file.
@@ -97,20 +164,23 @@ impl PidFileHolder {
     /// Returns the holder of the pid file at `path`; none if the file is missing.
     ///
     /// # Errors
-    /// The error of the system.
+    /// The error of the system, or [`HeldElsewhere`] inside an error.
     pub fn find(path: &Path) -> io::Result<Option<PidFileHolder>> {
-        let file = match File::open(path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            other => other?,
-        };
-        loop {
-            let Some(pid) = lock_holder(&file)? else { return Ok(None) };
-            let Some(process) = ProcessFd::open(pid)? else { continue };
+        let Some(file) = open(path)? else { return Ok(None) };
+        repeat(|| {
+            let holder = lock_holder(&file)?;
+            let pid = match holder {
+                LockHolder::None => return Ok(ControlFlow::Break(None)),
+                LockHolder::Elsewhere => return Ok(ControlFlow::Continue(holder)),
+                LockHolder::Process(pid) => pid,
+            };
+            let Some(process) = ProcessFd::open(pid)? else { return Ok(ControlFlow::Continue(holder)) };
             // It held the lock before and after: the descriptor is of that very process.
-            if lock_holder(&file)? == Some(pid) {
-                return Ok(Some(PidFileHolder { pid, process }));
-            }
-        }
+            Ok(match lock_holder(&file)? == holder {
+                true => ControlFlow::Break(Some(PidFileHolder { pid, process })),
+                false => ControlFlow::Continue(holder),
+            })
+        })
     }
 
     /// Returns the process id of the holder.
@@ -168,6 +238,7 @@ mod tests {
     use super::*;
 
     const HOLD: &str = "SHORTHORN_TEST_HOLD";
+    const LOOK: &str = "SHORTHORN_TEST_LOOK";
 
     /// Runs as the other process of the tests below, and is not a test of its own.
     #[test]
@@ -176,6 +247,81 @@ mod tests {
         let _held = PidFile::lock(Path::new(&path)).unwrap();
         println!("held");
         io::copy(&mut io::stdin(), &mut io::sink()).unwrap();
+    }
+
+    /// Runs in another PID namespace, and is not a test of its own.
+    #[test]
+    fn helper_looks_at_a_pid_file_that_is_held_elsewhere() {
+        let Some(path) = std::env::var_os(LOOK) else { return };
+        let path = Path::new(&path);
+        let is_elsewhere =
+            |error: &io::Error| error.get_ref().is_some_and(|cause| cause.is::<HeldElsewhere>());
+        match PidFile::lock(path) {
+            Err(PidFileError::Io { source, .. }) if is_elsewhere(&source) => {}
+            other => panic!("{other:?}"),
+        }
+        let found = PidFileHolder::find(path);
+        assert!(found.as_ref().is_err_and(is_elsewhere), "{found:?}");
+        assert!(is_held(path).unwrap());
+        println!("looked");
+    }
+
+    #[test]
+    fn a_holder_in_another_pid_namespace_is_an_error_and_not_a_free_file() {
+        if !nix::unistd::geteuid().is_root() {
+            eprintln!("a PID namespace needs root: this test cannot run");
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pid");
+        let mut child = holder_process(&path);
+        let looked = Command::new("unshare")
+            .args(["--pid", "--fork"])
+            .arg(std::env::current_exe().unwrap())
+            .args(["--exact", "--nocapture"])
+            .arg("pid_file::tests::helper_looks_at_a_pid_file_that_is_held_elsewhere")
+            .env(LOOK, &path)
+            .output()
+            .unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let output = String::from_utf8_lossy(&looked.stdout);
+        let errors = String::from_utf8_lossy(&looked.stderr);
+        assert!(looked.status.success() && output.contains("looked"), "{output}\n{errors}");
+    }
+
+    /// Returns the error after looks that all end in the same way, with their number.
+    fn error_of_looks(holder: LockHolder) -> (io::Error, u32) {
+        let mut looks = 0;
+        let error = repeat::<()>(|| {
+            looks += 1;
+            Ok(ControlFlow::Continue(holder))
+        });
+        (error.unwrap_err(), looks)
+    }
+
+    #[test]
+    fn looks_end_after_a_limit_and_the_error_says_how_to_find_the_holder() {
+        let (error, looks) = error_of_looks(LockHolder::Elsewhere);
+        assert_eq!(looks, LOOKS_MAX);
+        let text = error.to_string();
+        assert!(text.contains("another PID namespace") && text.contains("lslocks"), "{text}");
+        for holder in [LockHolder::None, LockHolder::Process(7)] {
+            let (error, looks) = error_of_looks(holder);
+            assert_eq!((error.kind(), looks), (io::ErrorKind::ResourceBusy, LOOKS_MAX), "{holder:?}");
+        }
+    }
+
+    #[test]
+    fn a_look_with_a_result_or_an_error_is_the_last_one() {
+        let mut results = [ControlFlow::Continue(LockHolder::Elsewhere), ControlFlow::Break(7)].into_iter();
+        assert_eq!(repeat(|| Ok(results.next().unwrap())).unwrap(), 7);
+        let mut looks = 0;
+        let error = repeat::<()>(|| {
+            looks += 1;
+            Err(io::ErrorKind::PermissionDenied.into())
+        });
+        assert_eq!((error.unwrap_err().kind(), looks), (io::ErrorKind::PermissionDenied, 1));
     }
 
     fn holder_process(path: &Path) -> std::process::Child {
@@ -203,6 +349,7 @@ mod tests {
             Err(PidFileError::Held { pid, .. }) => assert_eq!(pid.unsigned_abs(), child.id()),
             other => panic!("{other:?}"),
         }
+        assert!(is_held(&path).unwrap());
         assert!(!holder.wait(Duration::ZERO).unwrap());
         holder.kill().unwrap();
         assert!(holder.wait(Duration::from_secs(20)).unwrap());
@@ -218,5 +365,7 @@ mod tests {
         let path = dir.path().join("pid");
         fs::write(&path, "1\n").unwrap();
         assert!(PidFileHolder::find(&path).unwrap().is_none());
+        assert!(!is_held(&path).unwrap());
+        assert!(!is_held(&dir.path().join("missing")).unwrap());
     }
 }

@@ -22,7 +22,7 @@ use shorthorn_tls::{TlsError, check_kernel};
 use crate::check::bounded::Bounded;
 use crate::check::facts::{BlockTools, DataFacts, DiskFacts, Facts, Kubelet, Ports};
 use crate::check::lvm;
-use crate::pid_file::PidFileHolder;
+use crate::pid_file::is_held;
 use crate::serve::config::{Config, CsiChoice};
 use crate::serve::listen::ListenAddress;
 use crate::serve::network::{self, Interfaces};
@@ -55,7 +55,7 @@ const DISKS_LIMIT: Duration = Duration::from_secs(5);
 pub fn collect(config: &Config) -> anyhow::Result<Facts> {
     let pid_file = config.state_dir.join("agent.pid");
     let unknown = || format!("{}: whether the agent runs is unknown; check as root", pid_file.display());
-    let agent_runs = PidFileHolder::find(&pid_file).with_context(unknown)?.is_some();
+    let agent_runs = is_held(&pid_file).with_context(unknown)?;
     let mut facts = collect_quietly(config, agent_runs)?;
     facts.disks = disks(config);
     facts.block_tools.lvm = lvm::settings();

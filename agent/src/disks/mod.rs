@@ -16,7 +16,7 @@ use shorthorn_api::v1::node_client::NodeClient;
 use tonic::transport::Endpoint;
 
 use crate::cli::{DiscoverArgs, InitArgs};
-use crate::pid_file::PidFileHolder;
+use crate::pid_file::is_held;
 use crate::serve::add_disk_offline;
 use crate::serve::config::Config;
 use crate::serve::listen::ListenAddress;
@@ -132,7 +132,7 @@ fn add(config: &Config, path: &Path) -> anyhow::Result<()> {
             path.display()
         )
     };
-    if PidFileHolder::find(&config.state_dir.join("agent.pid")).with_context(by_hand)?.is_none() {
+    if !is_held(&config.state_dir.join("agent.pid")).with_context(by_hand)? {
         return add_disk_offline(&config.disks, &config.state_dir, path).with_context(by_hand);
     }
     let socket = config.listen.iter().find_map(|address| match address {

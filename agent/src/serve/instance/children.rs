@@ -313,7 +313,8 @@ impl ChildInstance {
     /// pid file held and ends, and the next call finds the other.
     fn find_or_spawn(&self) -> io::Result<Living> {
         let pid_file = self.paths.pid(&self.id);
-        if let Some(holder) = PidFileHolder::find(&pid_file)? {
+        let at = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", pid_file.display()));
+        if let Some(holder) = PidFileHolder::find(&pid_file).map_err(at)? {
             tracing::info!(instance = %self.id, pid = holder.pid(), "found running");
             let fd = end_of(holder.fd()?)?;
             return Ok(Living { pid: holder.pid(), fd, holder, child: None });

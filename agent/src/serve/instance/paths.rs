@@ -12,7 +12,7 @@ use shorthorn_control::{EngineSpec, load_spec};
 use shorthorn_types::{Secret, VolumeName};
 use shorthorn_wire::fingerprint;
 
-use crate::pid_file::PidFileHolder;
+use crate::pid_file::is_held;
 use crate::serve::error::NodeError;
 use crate::serve::instance::InstanceId;
 
@@ -173,7 +173,7 @@ impl InstancePaths {
             for entry in fs::read_dir(self.runtime.join(folder(kind)))? {
                 let path = entry?.path();
                 let is_pid_file = path.extension().is_some_and(|extension| extension == "pid");
-                if is_pid_file && PidFileHolder::find(&path)?.is_none() {
+                if is_pid_file && !is_held(&path)? {
                     fs::remove_file(&path)?;
                 }
             }
