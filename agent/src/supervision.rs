@@ -5,6 +5,7 @@
 //! parent. They end with it. The processes of `serve` outlive it, and the next one finds them.
 
 mod lifecycle;
+mod start_limit;
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -13,6 +14,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 pub use lifecycle::{EndLimits, Lifecycle, LifecycleAction, LifecycleEvent};
+pub use start_limit::AFTER_START_LIMIT;
 
 /// The wait before the start after the first failure.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
@@ -30,7 +32,8 @@ impl RestartBackoff {
     /// Counts an end of the process after it ran for `uptime`, and returns the wait before the next start.
     ///
     /// A clean end is not a failure, unless it follows the start immediately: an engine that hands its device
-    /// over ends like that. Requests of the device wait for the next engine, which is started at once.
+    /// over ends like that. Requests of the device wait for the next engine, which is started at once. With
+    /// systemd it starts after `RestartSec=`. [`start_limit`] bounds the number of such starts.
     fn ended(&mut self, cleanly: bool, uptime: Duration) -> Duration {
         if cleanly && uptime >= FIRST_WAIT {
             self.failures = 0;

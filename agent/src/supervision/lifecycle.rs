@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use shorthorn_control::ProcessCommand;
 
 use crate::supervision::RestartBackoff;
+use crate::supervision::start_limit::StartLimit;
 
 /// The time limit for a process to end after SIGKILL. The kernel may have to give up its I/O first.
 const KILL_LIMIT: Duration = Duration::from_secs(10);
@@ -121,13 +122,20 @@ pub struct Lifecycle {
     limits: EndLimits,
     takes_requests: bool,
     backoff: RestartBackoff,
+    start_limit: StartLimit,
     state: LifecycleState,
 }
 
 impl Lifecycle {
     /// Creates a life before the first start. A process that does not take requests ends by SIGTERM.
     pub fn new(limits: EndLimits, takes_requests: bool) -> Lifecycle {
-        Lifecycle { limits, takes_requests, backoff: RestartBackoff::default(), state: LifecycleState::Idle }
+        Lifecycle {
+            limits,
+            takes_requests,
+            backoff: RestartBackoff::default(),
+            start_limit: StartLimit::default(),
+            state: LifecycleState::Idle,
+        }
     }
 
     /// Takes an event at the time `now`, and returns the next action.
@@ -137,12 +145,13 @@ impl Lifecycle {
             (_, LifecycleEvent::Tick) => self.tick(now),
             (LifecycleState::Idle, LifecycleEvent::Start)
             | (LifecycleState::Pausing { .. }, LifecycleEvent::Start | LifecycleEvent::Handover) => {
-                self.start(LifecycleAction::Start, now)
+                self.start_on_request(LifecycleAction::Start, now)
             }
             (LifecycleState::Idle | LifecycleState::Pausing { .. }, LifecycleEvent::Stop)
             | (LifecycleState::OutlivesKill, LifecycleEvent::Ended { .. }) => self.finish(),
             (LifecycleState::Running { since }, LifecycleEvent::Ended { cleanly }) => {
                 let wait = self.backoff.ended(cleanly, now.saturating_duration_since(since));
+                let wait = self.start_limit.wait(wait, now);
                 self.state = LifecycleState::Pausing { until: now + wait };
                 LifecycleAction::Pause(wait)
             }
@@ -163,7 +172,7 @@ impl Lifecycle {
                 self.finish()
             }
             (LifecycleState::Ending { .. }, LifecycleEvent::Ended { .. }) => {
-                self.start(LifecycleAction::Replace, now)
+                self.start_on_request(LifecycleAction::Replace, now)
             }
             (LifecycleState::Ending { reason: EndReason::Stop, .. }, LifecycleEvent::Stop) => {
                 self.kill(EndReason::Stop, now)
@@ -227,7 +236,15 @@ impl Lifecycle {
         }
     }
 
+    /// Starts a process that the caller has requested. The count of starts begins again, as with systemd: the
+    /// agent resets the count of a unit that it starts or restarts.
+    fn start_on_request(&mut self, action: LifecycleAction, now: Instant) -> LifecycleAction {
+        self.start_limit.reset();
+        self.start(action, now)
+    }
+
     fn start(&mut self, action: LifecycleAction, now: Instant) -> LifecycleAction {
+        self.start_limit.count(now);
         self.state = LifecycleState::Running { since: now };
         action
     }
@@ -272,6 +289,7 @@ mod tests {
     use super::LifecycleAction as Action;
     use super::LifecycleEvent as Event;
     use super::*;
+    use crate::supervision::start_limit::{AFTER_START_LIMIT, START_LIMIT_BURST};
 
     const ORDERLY_LIMIT: Duration = Duration::from_secs(45);
     const STOP_LIMIT: Duration = Duration::from_secs(40);
@@ -334,6 +352,33 @@ mod tests {
         assert_eq!(timeline.on(LEFT_TO_NEXT), Action::Pause(Duration::ZERO));
         assert_eq!(timeline.at_deadline(), (Duration::ZERO, Action::Start));
         assert_eq!(timeline.on(LEFT_TO_NEXT), Action::Pause(millis(100)), "an end at the start is a failure");
+    }
+
+    #[test]
+    fn a_process_that_always_ends_cleanly_is_started_no_more_often_than_its_unit() {
+        let mut timeline = Timeline::started(LIMITS, true);
+        for _ in 1..START_LIMIT_BURST {
+            timeline.now += millis(100);
+            assert_eq!(timeline.on(LEFT_TO_NEXT), Action::Pause(Duration::ZERO));
+            assert_eq!(timeline.at_deadline(), (Duration::ZERO, Action::Start));
+        }
+        timeline.now += millis(100);
+        assert_eq!(timeline.on(LEFT_TO_NEXT), Action::Pause(AFTER_START_LIMIT));
+        assert_eq!(timeline.at_deadline(), (AFTER_START_LIMIT, Action::Start));
+        timeline.now += millis(100);
+        assert_eq!(timeline.on(LEFT_TO_NEXT), Action::Pause(Duration::ZERO), "the count begins again");
+    }
+
+    #[test]
+    fn requested_starts_do_not_reach_the_limit() {
+        let mut timeline = Timeline::started(LIMITS, true);
+        for _ in 0..=START_LIMIT_BURST {
+            assert_eq!(timeline.on(Event::Handover), Action::Request(EndReason::Handover));
+            assert_eq!(timeline.on(Event::Answered { accepted: true }), Action::Wait);
+            assert_eq!(timeline.on(LEFT_TO_NEXT), Action::Replace);
+        }
+        timeline.now += millis(100);
+        assert_eq!(timeline.on(LEFT_TO_NEXT), Action::Pause(Duration::ZERO));
     }
 
     #[test]

@@ -21,7 +21,7 @@ use crate::serve::instance::units::{JobRemovedStream, ManagerProxy, ServiceProxy
 use crate::serve::instance::{
     Backend, BackendError, InstanceId, InstancePaths, InstanceProcess, ProcessPhase, Table,
 };
-use crate::supervision::{describe_end, read_last_words};
+use crate::supervision::{AFTER_START_LIMIT, describe_end, read_last_words};
 
 const DESTINATION: &str = "org.freedesktop.systemd1";
 /// The time limit of a stop. It is longer than the `TimeoutStopSec=` of the units: systemd kills the process
@@ -30,7 +30,7 @@ const STOP_LIMIT: Duration = Duration::from_secs(120);
 /// The number of processes of an engine that are asked to end before its unit is stopped.
 const ORDERLY_ROUNDS: u32 = 3;
 /// A unit that systemd has given up is tried again after this.
-const FIRST_RETRY: Duration = Duration::from_secs(10);
+const FIRST_RETRY: Duration = AFTER_START_LIMIT;
 const LONGEST_RETRY: Duration = Duration::from_secs(120);
 
 /// Runs the instances as units of systemd.
