@@ -17,8 +17,30 @@ impl Executor {
     /// It may not.
     pub fn check_may_become_copy(&self) -> Result<(), ReplicaError> {
         let (holds_data, is_busy) = (holds_data(&self.store)?, self.io.is_busy());
-        let is_rebuilding = self.store.info().rebuilding;
-        Ok(self.state.replica().check_may_discard(is_rebuilding, holds_data, is_busy)?)
+        Ok(self.state.replica().check_may_discard(self.is_rebuilding(), holds_data, is_busy)?)
+    }
+
+    /// Returns the layers for a copy of this replica: see
+    /// [`Chain::copy_layers`](shorthorn_store::Chain::copy_layers).
+    ///
+    /// # Errors
+    /// An I/O error.
+    pub fn copy_layers(&self) -> Result<Vec<CopyLayer>, StoreError> {
+        self.store.chain().copy_layers()
+    }
+
+    /// Returns a page of the runs of a layer that have data: see
+    /// [`Chain::layer_extents`](shorthorn_store::Chain::layer_extents).
+    ///
+    /// # Errors
+    /// The layer does not exist, or an I/O error.
+    pub fn layer_extents(
+        &self,
+        layer: usize,
+        from_bytes: u64,
+        extents_max: usize,
+    ) -> Result<(Vec<ByteRange>, Option<u64>), StoreError> {
+        self.store.chain().layer_extents(layer, from_bytes, extents_max)
     }
 
     /// Returns the regions in which any layer has data, or may have lost it. A copy finds a vanished block
@@ -82,5 +104,44 @@ impl Executor {
         {
             self.fail(&format!("the state of a copy could not be stored: {error}"));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::executor::tests::{SIZE, new_store};
+
+    /// Makes a replica whose first `bytes` are written.
+    fn replica(directory: &std::path::Path, bytes: usize) -> Executor {
+        let (mut store, owner, loaded) = new_store(directory);
+        if bytes > 0 {
+            store.write_at(&vec![7; bytes], 0, true).unwrap();
+        }
+        Executor::new(store, owner, loaded).unwrap()
+    }
+
+    #[test]
+    fn a_reader_finds_the_layers_with_their_data() {
+        let temp = tempfile::tempdir().unwrap();
+        let executor = replica(&temp.path().join("replica"), 1 << 20);
+        let sizes = executor.copy_layers().unwrap().into_iter().map(|layer| layer.size_bytes);
+        assert_eq!(sizes.collect::<Vec<_>>(), [executor.size_bytes()]);
+        let written = ByteRange::new(0, 1 << 20).unwrap();
+        assert_eq!(executor.layer_extents(0, 0, 8).unwrap(), (vec![written], None));
+        assert_eq!(executor.layer_extents(0, 1 << 20, 8).unwrap(), (Vec::new(), None));
+        assert_eq!(executor.layer_extents(0, 0, 0).unwrap(), (Vec::new(), Some(0)), "the next page");
+        assert!(matches!(executor.layer_extents(1, 0, 8), Err(StoreError::NoLayer(1))));
+    }
+
+    #[test]
+    fn a_replica_that_becomes_a_copy_counts_as_rebuilding() {
+        let temp = tempfile::tempdir().unwrap();
+        let source = replica(&temp.path().join("source"), 1 << 20);
+        let mut target = replica(&temp.path().join("target"), 0);
+        assert_eq!((target.size_bytes(), target.is_rebuilding()), (SIZE, false));
+        assert_eq!(target.begin_copy(source.copy_layers().unwrap()).unwrap(), [false]);
+        assert_eq!((target.size_bytes(), target.is_rebuilding()), (SIZE, true));
+        assert!(!source.is_rebuilding());
     }
 }

@@ -236,9 +236,14 @@ impl Executor {
         &self.io
     }
 
-    /// Returns the directory.
-    pub fn store(&self) -> &Store {
-        &self.store
+    /// Returns the size of the volume.
+    pub fn size_bytes(&self) -> u64 {
+        self.store.size_bytes()
+    }
+
+    /// Returns true if the replica is becoming a copy of another one, and lacks data.
+    pub fn is_rebuilding(&self) -> bool {
+        self.store.info().rebuilding
     }
 
     /// Makes everything durable and leaves the directory clean; after a failure the directory is left alone.

@@ -102,10 +102,10 @@ impl Server {
         let Candidate { socket, hello, session, peer } = candidate;
         let welcome = Welcome {
             run: self.run,
-            size_bytes: self.executor.store().size_bytes(),
+            size_bytes: self.executor.size_bytes(),
             report: self.executor.state().views().report().clone(),
             lost_cache: self.executor.state().intent_log().has_lost_cache(),
-            rebuilding: self.executor.store().info().rebuilding,
+            rebuilding: self.executor.is_rebuilding(),
             tracks: self.executor.state().intent_log().tracks(),
             stamp: self.executor.state().intent_log().stamp(),
         };

@@ -21,17 +21,15 @@ impl Server {
             let meta = String::from_utf8(layer.meta).map_err(|_| ReplicaError::NoText(image.clone()))?;
             Ok(WireLayer { image, meta, size_bytes: layer.size_bytes })
         };
-        let layers = self.executor.store().chain().copy_layers()?.into_iter().map(layer);
+        let layers = self.executor.copy_layers()?.into_iter().map(layer);
         Ok(LayerList { layers: layers.collect::<Result<_, ReplicaError>>()? })
     }
 
     /// Answers with the extents of a layer.
     pub(super) fn take_extents(&mut self, index: u16, slot: u16, header: &Header) {
         let Some(query) = self.text::<ExtentsQuery>(index, slot, header) else { return };
-        let store = self.executor.store();
-        let found =
-            store.chain().layer_extents(query.layer as usize, query.from_bytes, ExtentsPage::EXTENTS_MAX);
-        match found {
+        let layer = query.layer as usize;
+        match self.executor.layer_extents(layer, query.from_bytes, ExtentsPage::EXTENTS_MAX) {
             Ok((extents, next_bytes)) => {
                 let extent = |range: &shorthorn_types::ByteRange| Extent {
                     offset_bytes: range.offset(),

@@ -32,7 +32,7 @@ impl Server {
     /// Makes the replica larger. Requests in flight continue.
     pub(super) fn take_expand(&mut self, index: u16, slot: u16, header: &Header) {
         let Some(ExpandReplica { size_bytes }) = self.text(index, slot, header) else { return };
-        let before_bytes = self.executor.store().size_bytes();
+        let before_bytes = self.executor.size_bytes();
         if let Err(error) = self.executor.expand(size_bytes, &mut self.ring) {
             return self.refuse_text(slot, header, &error);
         }
