@@ -17,8 +17,8 @@ use shorthorn_controller::metrics::Metrics;
 use shorthorn_controller::store::{MemoryStore, Store, StoreError};
 use shorthorn_controller::work::{WorkQueue, Worker};
 use shorthorn_controller_core::objects::{
-    CurrentState, DataState, DesireState, Key, Metadata, Object, Replica, ReplicaSpec, Secret,
-    StoredReplicaStatus, Volume, VolumeState,
+    CurrentState, DataState, DesireState, Key, Metadata, Object, Replica, ReplicaSpec, ResourceVersion,
+    Secret, StoredReplicaStatus, Volume, VolumeState,
 };
 use shorthorn_controller_core::reconcile::Settings;
 use shorthorn_controller_core::requests::{Change, CreateVolume};
@@ -215,12 +215,13 @@ impl Store for Contended {
         let left = |left: u32| left.checked_sub(1);
         if is_volume && self.conflicts.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left).is_ok() {
             let (key, expected) = (object.key(), object.metadata().resource_version);
-            return Err(StoreError::Conflict { key, expected, found: Some(expected + 1) });
+            let found = ResourceVersion::new(expected.map_or(0, ResourceVersion::get) + 1);
+            return Err(StoreError::Conflict { key, expected, found });
         }
         self.store.put(object).await
     }
 
-    async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
+    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), StoreError> {
         self.store.remove(key, version).await
     }
 

@@ -15,7 +15,7 @@ use shorthorn_controller::kubernetes::events::events;
 use shorthorn_controller::kubernetes::store::{FINGERPRINT_ANNOTATION, KubeStore};
 use shorthorn_controller::store::{RedbStore, Store};
 use shorthorn_controller_core::ClusterState;
-use shorthorn_controller_core::objects::{Kind, Metadata};
+use shorthorn_controller_core::objects::{Kind, Metadata, ResourceVersion};
 use shorthorn_kube::crds::{self, Rules};
 use shorthorn_kube::{GROUP, KINDS, VERSION, kind_name, plural};
 use tower::service_fn;
@@ -125,7 +125,7 @@ fn object(kind: Kind, known: &Metadata, spec: &impl Serialize, status: &impl Ser
         "name": known.name,
         "namespace": NAMESPACE,
         "uid": known.uid.as_deref().unwrap_or_default(),
-        "resourceVersion": known.resource_version.to_string(),
+        "resourceVersion": known.resource_version.map_or(0, ResourceVersion::get).to_string(),
         "generation": known.generation.unwrap_or_default(),
         "creationTimestamp": known.creation_timestamp,
         "finalizers": ["shorthorn.io/data"],

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use shorthorn_controller_core::objects::{
     ConditionType, DiskSpec, DiskStatus, Finding, Key, Kind, Metadata, Node, NodeSpec, NodeStatus,
-    Robustness, Secret, VolumeState,
+    ResourceVersion, Robustness, Secret, VolumeState,
 };
 use shorthorn_controller_core::observed::{AgentInfo, AgentLink, Agents, ObservedAgent, ObservedDisk};
 use shorthorn_controller_core::rebalance::RebalanceInput;
@@ -128,7 +128,7 @@ impl Cluster {
             for action in decision.actions {
                 let Action::Write(mut object) = action else { continue };
                 self.revision += 1;
-                object.metadata_mut().resource_version = self.revision;
+                object.metadata_mut().resource_version = ResourceVersion::new(self.revision);
                 self.state.insert(*object);
             }
             if self.state.volumes[name].status.state == VolumeState::Detached {

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use shorthorn_types::{ReplicaId, View, VolumeName};
 
-use crate::objects::{Frontend, Key, Object, RebuildLimits, Replica, ReplicaTarget, Secret};
+use crate::objects::{Frontend, Key, Object, RebuildLimits, Replica, ReplicaTarget, ResourceVersion, Secret};
 use crate::observed::InstanceKey;
 use crate::{ClusterState, NodeName};
 
@@ -14,7 +14,7 @@ pub enum Action {
     /// Stores the object if the stored one still has its resource version.
     Write(Box<Object>),
     /// Removes the object if it still has this resource version.
-    Remove(Key, u64),
+    Remove(Key, Option<ResourceVersion>),
     /// Makes a call of the node API.
     Call(NodeName, AgentCall),
     /// Records an event for people.

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use shorthorn_types::VolumeName;
 
 use crate::left_out::LeftOuts;
-use crate::objects::{Engine, Key, Kind, Metadata, Node, Object, Replica, Volume};
+use crate::objects::{Engine, Key, Kind, Metadata, Node, Object, Replica, ResourceVersion, Volume};
 pub use index::UsefulRoom;
 pub use replicas::{Replicas, ScheduledBytes};
 
@@ -66,19 +66,14 @@ impl ClusterState {
     /// Returns true if the store has an object of that key, which is not left out.
     #[must_use]
     pub fn has(&self, key: &Key) -> bool {
-        self.stored_version(key).is_some()
+        self.version(key).is_some()
     }
 
-    /// Returns the resource version that a write of that key expects: 0 creates the object.
+    /// Returns the resource version of the stored object; none if no object is stored. A write of that key
+    /// expects this version, and none creates the object.
     #[must_use]
-    pub fn version(&self, key: &Key) -> u64 {
-        self.stored_version(key).unwrap_or_default()
-    }
-
-    /// Returns the resource version of the stored object; none if no object is stored.
-    #[must_use]
-    pub fn stored_version(&self, key: &Key) -> Option<u64> {
-        self.metadata(key).map(|metadata| metadata.resource_version).filter(|version| *version > 0)
+    pub fn version(&self, key: &Key) -> Option<ResourceVersion> {
+        self.metadata(key)?.resource_version
     }
 
     /// Returns the uid of the object; none if the store has no uids.
@@ -99,8 +94,8 @@ impl ClusterState {
     /// Puts `object` in place of the one with its key.
     pub fn insert(&mut self, object: Object) {
         let name = object.metadata().name.clone();
-        let (key, version) = (object.key(), object.metadata().resource_version);
-        if self.left_out.get(&key).is_some_and(|left_out| left_out.version <= Some(version)) {
+        let (key, version) = (object.key(), object.metadata().resource_version.map(ResourceVersion::get));
+        if self.left_out.get(&key).is_some_and(|left_out| left_out.version <= version) {
             self.left_out.remove(&key);
         }
         self.index.insert(&object);

@@ -170,7 +170,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::objects::Node;
+    use crate::objects::{Node, ResourceVersion};
     use crate::{ClusterState, Timestamp};
 
     fn left(kind: Kind, raw: &Value) -> LeftOut {
@@ -227,11 +227,11 @@ mod tests {
             sentence,
             "node n is stored, but the controller cannot use it (it is damaged): correct it"
         );
-        node.metadata.resource_version = 4;
+        node.metadata.resource_version = ResourceVersion::new(4);
         cluster.insert(node.clone().into());
         assert!(cluster.left_out().get(&key).is_some(), "that is older than the damaged version");
         assert_eq!(cluster.unknown(&key), None, "its last state is known");
-        node.metadata.resource_version = 6;
+        node.metadata.resource_version = ResourceVersion::new(6);
         cluster.insert(node.into());
         assert_eq!(cluster.left_out(), &LeftOuts::default());
     }

@@ -22,8 +22,8 @@ use shorthorn_types::{ReplicaId, ViewId, VolumeName};
 use shorthorn_views::Arbiter;
 
 use crate::objects::{
-    CurrentState, DataState, DesireState, Engine, Metadata, Replica, ReplicaSpec, SECRET_BYTES, Secret,
-    StoredReplicaStatus, Volume, VolumeSpec, VolumeState, VolumeStatus,
+    CurrentState, DataState, DesireState, Engine, Metadata, Replica, ReplicaSpec, ResourceVersion,
+    SECRET_BYTES, Secret, StoredReplicaStatus, Volume, VolumeSpec, VolumeState, VolumeStatus,
 };
 use crate::requests::{RequestError, check_all_known};
 use crate::{ClusterState, NodeName, Timestamp};
@@ -81,7 +81,7 @@ impl DeletionRecord {
         let record = DeletionRecord {
             with_volume,
             volume_created: volume.metadata.creation_timestamp,
-            volume_version: Some(volume.metadata.resource_version).filter(|version| *version > 0),
+            volume_version: volume.metadata.resource_version.map(ResourceVersion::get),
             spec,
             attach: volume.status.attach,
             fenced_attach: volume.status.fenced_attach,

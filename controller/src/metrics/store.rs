@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use shorthorn_controller_core::ClusterState;
-use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
+use shorthorn_controller_core::objects::{Key, Kind, Object, Replica, ResourceVersion};
 use tokio::sync::broadcast;
 
 use super::{Metrics, Readiness};
@@ -92,7 +92,7 @@ impl Store for Metered {
         result
     }
 
-    async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
+    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), StoreError> {
         let started = Instant::now();
         let result = self.store.remove(key, version).await;
         self.observe(key.kind, "remove", started, &result);
@@ -160,7 +160,7 @@ mod tests {
         let store = Metered::new(Arc::new(MemoryStore::new()), metrics.clone(), Arc::clone(&readiness));
         store.put(node()).await.unwrap();
         store.put(node()).await.unwrap_err();
-        store.remove(&node().key(), 1).await.unwrap();
+        store.remove(&node().key(), ResourceVersion::new(1)).await.unwrap();
         assert_eq!((count("put", "ok"), count("put", "conflict"), count("remove", "ok")), (1, 1, 1));
         assert!(readiness.check().is_ok());
         let away = Metered::new(unreachable(), metrics.clone(), Arc::clone(&readiness));

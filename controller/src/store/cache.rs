@@ -1,7 +1,7 @@
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
 use shorthorn_controller_core::ClusterState;
-use shorthorn_controller_core::objects::{Key, Object, Replica};
+use shorthorn_controller_core::objects::{Key, Object, Replica, ResourceVersion};
 use tokio::sync::broadcast;
 
 use super::{CHANGES_MAX, StoreError};
@@ -26,9 +26,9 @@ impl Cache {
         self.changes.subscribe()
     }
 
-    pub(crate) fn check(&self, key: &Key, expected: u64) -> Result<(), StoreError> {
-        let found = self.state().stored_version(key);
-        if found.unwrap_or_default() == expected {
+    pub(crate) fn check(&self, key: &Key, expected: Option<ResourceVersion>) -> Result<(), StoreError> {
+        let found = self.state().version(key);
+        if found == expected {
             return Ok(());
         }
         Err(StoreError::Conflict { key: key.clone(), expected, found })

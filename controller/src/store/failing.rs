@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
 use shorthorn_controller_core::ClusterState;
-use shorthorn_controller_core::objects::{Key, Object, Replica};
+use shorthorn_controller_core::objects::{Key, Object, Replica, ResourceVersion};
 use tokio::sync::broadcast;
 
 use super::{MemoryStore, Store, StoreError};
@@ -57,7 +57,7 @@ impl Store for FailingStore {
         Err((self.put_error)())
     }
 
-    async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
+    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), StoreError> {
         self.stored.remove(key, version).await
     }
 

@@ -2,7 +2,7 @@ use std::sync::{Mutex, PoisonError, RwLockReadGuard};
 
 use async_trait::async_trait;
 use shorthorn_controller_core::ClusterState;
-use shorthorn_controller_core::objects::{Key, Object, Replica};
+use shorthorn_controller_core::objects::{Key, Object, Replica, ResourceVersion};
 use tokio::sync::broadcast;
 
 use super::cache::Cache;
@@ -46,12 +46,12 @@ impl Store for MemoryStore {
         let mut revision = self.revision.lock().unwrap_or_else(PoisonError::into_inner);
         self.cache.check(&object.key(), object.metadata().resource_version)?;
         *revision += 1;
-        object.metadata_mut().resource_version = *revision;
+        object.metadata_mut().resource_version = ResourceVersion::new(*revision);
         self.cache.insert(object.clone());
         Ok(object)
     }
 
-    async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
+    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), StoreError> {
         let _revision = self.revision.lock().unwrap_or_else(PoisonError::into_inner);
         self.cache.check(key, version)?;
         self.cache.remove(key);

@@ -13,7 +13,7 @@ use std::sync::RwLockReadGuard;
 
 use async_trait::async_trait;
 use shorthorn_controller_core::ClusterState;
-use shorthorn_controller_core::objects::{Key, Object, Replica};
+use shorthorn_controller_core::objects::{Key, Object, Replica, ResourceVersion};
 use thiserror::Error;
 use tokio::sync::broadcast;
 
@@ -31,12 +31,12 @@ pub trait Store: Send + Sync + 'static {
     /// Returns all stored objects, as of the last write. The guard must not be held across an await.
     fn state(&self) -> RwLockReadGuard<'_, ClusterState>;
 
-    /// Stores the object durably if the stored version is still its own (0 for a new one), and returns it
+    /// Stores the object durably if the stored version is still its own (none for a new one), and returns it
     /// with its new version.
     async fn put(&self, object: Object) -> Result<Object, StoreError>;
 
     /// Removes the object durably if it still has this version.
-    async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError>;
+    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), StoreError>;
 
     /// Reserves the places of replicas that are about to be stored. False: one of them takes no replica any
     /// more, and none is reserved.
@@ -71,14 +71,17 @@ pub trait Store: Send + Sync + 'static {
 #[non_exhaustive]
 pub enum StoreError {
     /// Another write came first: the caller has to read again.
-    #[error("{key} was changed meanwhile (version {}, not {expected})", .found.unwrap_or_default())]
+    #[error(
+        "{key} was changed meanwhile (version {}, not {})",
+        .found.map_or(0, ResourceVersion::get), .expected.map_or(0, ResourceVersion::get)
+    )]
     Conflict {
         /// The object to write.
         key: Key,
-        /// The version that the write was made from.
-        expected: u64,
+        /// The version that the write was made from; none: a new object.
+        expected: Option<ResourceVersion>,
         /// The stored version; none: no object is stored.
-        found: Option<u64>,
+        found: Option<ResourceVersion>,
     },
     /// The store does not answer now. The write may have succeeded all the same. Try again.
     #[error("the store is unreachable: {message}")]

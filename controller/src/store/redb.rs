@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use shorthorn_controller_core::ClusterState;
-use shorthorn_controller_core::objects::{Key, Object, Replica};
+use shorthorn_controller_core::objects::{Key, Object, Replica, ResourceVersion};
 use tokio::sync::broadcast;
 
 use self::ca::{RedbCa, Saves};
@@ -117,7 +117,7 @@ impl Store for RedbStore {
         })
     }
 
-    async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
+    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), StoreError> {
         let key = key.clone();
         self.blocking(move |inner| inner.write(Write::Remove(key, version))).await.map(drop)
     }

@@ -4,16 +4,21 @@ use shorthorn_controller_core::objects::{Kind, Metadata, Node};
 use super::*;
 
 fn node(name: &str, version: u64) -> Object {
-    let metadata = Metadata { resource_version: version, ..Metadata::new(name, Timestamp::UNIX_EPOCH) };
+    let resource_version = ResourceVersion::new(version);
+    let metadata = Metadata { resource_version, ..Metadata::new(name, Timestamp::UNIX_EPOCH) };
     Object::Node(Node { metadata, spec: Default::default(), status: Default::default() })
 }
 
 #[test]
 fn a_conflict_names_the_stored_version_and_zero_if_none_is_stored() {
     let key = || Key::new(Kind::Node, "n");
-    let conflict = |found| StoreError::Conflict { key: key(), expected: 3, found }.to_string();
-    assert_eq!(conflict(Some(4)), "node n was changed meanwhile (version 4, not 3)");
-    assert_eq!(conflict(None), "node n was changed meanwhile (version 0, not 3)");
+    let conflict = |expected: u64, found: u64| {
+        let (expected, found) = (ResourceVersion::new(expected), ResourceVersion::new(found));
+        StoreError::Conflict { key: key(), expected, found }.to_string()
+    };
+    assert_eq!(conflict(3, 4), "node n was changed meanwhile (version 4, not 3)");
+    assert_eq!(conflict(3, 0), "node n was changed meanwhile (version 0, not 3)");
+    assert_eq!(conflict(0, 4), "node n was changed meanwhile (version 4, not 0)");
 }
 
 /// Checks the contract of every store.
@@ -26,10 +31,12 @@ async fn keeps_the_contract(store: &dyn Store) {
     // A second one of that name, and a write from an old version.
     assert!(matches!(store.put(node("n", 0)).await, Err(StoreError::Conflict { .. })));
     let second = store.put(first.clone()).await.unwrap();
-    let version = second.metadata().resource_version;
-    assert!(version > first.metadata().resource_version);
+    let (before, version) = (first.metadata().resource_version, second.metadata().resource_version);
+    assert!(version > before && before.is_some());
     assert!(matches!(store.put(first).await, Err(StoreError::Conflict { .. })));
-    assert!(matches!(store.remove(&key, version - 1).await, Err(StoreError::Conflict { .. })));
+    for old in [before, None] {
+        assert!(matches!(store.remove(&key, old).await, Err(StoreError::Conflict { .. })));
+    }
     store.remove(&key, version).await.unwrap();
     assert_eq!(store.state().get(&key), None);
     // A re-created object of the name never has a version that was used before.

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use shorthorn_controller_core::objects::{Key, Replica};
+use shorthorn_controller_core::objects::{Key, Replica, ResourceVersion};
 use shorthorn_controller_core::reconcile::{Context, Settings, gives_space_away, reconcile};
 use shorthorn_controller_core::{Decision, Timestamp};
 use shorthorn_types::limits::MAX_MEMBERS;
@@ -24,8 +24,8 @@ pub(super) struct Decider {
 pub(super) struct Decided {
     /// The actions, in their order.
     pub(super) decision: Decision,
-    /// The version of the object that it is about.
-    pub(super) version: u64,
+    /// The version of the object that it is about; none: the object is not stored.
+    pub(super) version: Option<ResourceVersion>,
     /// The names of the new replicas.
     pub(super) reserved: Vec<String>,
 }
@@ -54,7 +54,7 @@ impl Decider {
         }
     }
 
-    fn reserve(&self, key: &Key, decision: Decision, version: u64) -> Option<Decided> {
+    fn reserve(&self, key: &Key, decision: Decision, version: Option<ResourceVersion>) -> Option<Decided> {
         let new: Vec<Replica> = decision.new_replicas(&self.store.state()).cloned().collect();
         let reserved = new.iter().map(|replica| replica.metadata.name.clone()).collect();
         if !new.is_empty() && !self.store.reserve(new) {
@@ -64,7 +64,7 @@ impl Decider {
         Some(Decided { decision, version, reserved })
     }
 
-    fn reconcile(&self, key: &Key) -> Result<(Decision, u64), getrandom::Error> {
+    fn reconcile(&self, key: &Key) -> Result<(Decision, Option<ResourceVersion>), getrandom::Error> {
         let mut random = [0; MAX_MEMBERS];
         for number in &mut random {
             *number = getrandom::u64()?;
@@ -136,8 +136,9 @@ mod tests {
     async fn the_space_of_a_new_replica_is_reserved_until_the_release() {
         let (store, decider) = decider(true).await;
         let (key, decision) = decision();
-        let decided = decider.reserve(&key, decision, 3).unwrap();
-        assert_eq!((decided.version, &decided.reserved), (3, &vec!["v-7".to_owned()]));
+        let version = ResourceVersion::new(3);
+        let decided = decider.reserve(&key, decision, version).unwrap();
+        assert_eq!((decided.version, &decided.reserved), (version, &vec!["v-7".to_owned()]));
         assert_eq!(store.state().replicas.coming().count(), 1);
         decider.release(&decided.reserved);
         assert_eq!(store.state().replicas.coming().count(), 0);
@@ -147,7 +148,7 @@ mod tests {
     async fn a_decision_for_a_closed_disk_is_dropped_and_reserves_nothing() {
         let (store, decider) = decider(false).await;
         let (key, decision) = decision();
-        assert!(decider.reserve(&key, decision, 3).is_none());
+        assert!(decider.reserve(&key, decision, ResourceVersion::new(3)).is_none());
         assert_eq!(store.state().replicas.coming().count(), 0);
     }
 
@@ -155,6 +156,6 @@ mod tests {
     async fn an_object_that_does_not_exist_needs_no_action() {
         let (_store, decider) = decider(true).await;
         let decided = decider.decide(&Key::new(Kind::Volume, "gone")).unwrap().unwrap();
-        assert_eq!((decided.decision, decided.version), (Decision::nothing(), 0));
+        assert_eq!((decided.decision, decided.version), (Decision::nothing(), None));
     }
 }

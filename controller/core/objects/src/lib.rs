@@ -23,7 +23,7 @@ pub use engine::{
     Engine, EngineSpec, MemberRecord, ReplicaTarget, StoredEngineStatus, StoredExpansionStatus,
 };
 pub use jiff::Timestamp;
-pub use metadata::{Key, Kind, Metadata};
+pub use metadata::{Key, Kind, Metadata, ResourceVersion};
 pub use node::{
     AgentInfo, DeadMount, Discovered, DiskSpec, DiskStatus, FrontendStatus, Node, NodeSpec, NodeStatus,
     ObservedDisk, RESERVED_PERCENT,

@@ -1,8 +1,12 @@
 use std::fmt;
+use std::num::NonZeroU64;
 
 use serde::{Deserialize, Serialize};
 
 use crate::Timestamp;
+
+/// The version of a stored object. A store raises it with every write.
+pub type ResourceVersion = NonZeroU64;
 
 /// The kinds of objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -62,9 +66,9 @@ pub struct Metadata {
     /// The uid, which distinguishes it from other objects of the name, if the store has uids.
     #[serde(default, with = "shorthorn_types::optional::text", skip_serializing_if = "Option::is_none")]
     pub uid: Option<String>,
-    /// The version that the store raises at every write and compares with the stored one; 0 if not stored
-    /// yet.
-    pub resource_version: u64,
+    /// The version that a write compares with the stored one; none if the object is not stored yet.
+    #[serde(with = "version_or_zero")]
+    pub resource_version: Option<ResourceVersion>,
     /// The number that the store raises with every change of the spec, if it counts these.
     #[serde(default, with = "shorthorn_types::optional::number", skip_serializing_if = "Option::is_none")]
     pub generation: Option<u64>,
@@ -82,7 +86,7 @@ impl Metadata {
         Metadata {
             name: name.into(),
             uid: None,
-            resource_version: 0,
+            resource_version: None,
             generation: None,
             creation_timestamp: now,
             deletion_timestamp: None,
@@ -93,6 +97,26 @@ impl Metadata {
     #[must_use]
     pub const fn is_deleting(&self) -> bool {
         self.deletion_timestamp.is_some()
+    }
+}
+
+/// The stored form of a version: 0 is none.
+mod version_or_zero {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    use super::ResourceVersion;
+
+    pub fn serialize<S: Serializer>(
+        version: &Option<ResourceVersion>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u64(version.map_or(0, ResourceVersion::get))
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<ResourceVersion>, D::Error> {
+        u64::deserialize(deserializer).map(ResourceVersion::new)
     }
 }
 
@@ -111,6 +135,27 @@ mod tests {
         let written = serde_json::to_value(&counted).unwrap();
         assert_eq!(written["generation"], 4);
         assert_eq!(serde_json::from_value::<Metadata>(written).unwrap(), counted);
+    }
+
+    #[test]
+    fn the_version_is_a_number_as_in_earlier_releases_and_zero_is_none() {
+        let text = |version: &str| {
+            format!(
+                r#"{{"name":"v","resourceVersion":{version},"creationTimestamp":"1970-01-01T00:00:00Z"}}"#
+            )
+        };
+        let new = Metadata::new("v", Timestamp::UNIX_EPOCH);
+        let stored = Metadata { resource_version: ResourceVersion::new(7), ..new.clone() };
+        let last = Metadata { resource_version: Some(ResourceVersion::MAX), ..new.clone() };
+        for (metadata, version) in [(new, "0"), (stored, "7"), (last, "18446744073709551615")] {
+            assert_eq!(serde_json::from_str::<Metadata>(&text(version)).unwrap(), metadata);
+            assert_eq!(serde_json::to_string(&metadata).unwrap(), text(version));
+        }
+        for version in ["null", "-1", r#""7""#] {
+            assert!(serde_json::from_str::<Metadata>(&text(version)).is_err(), "{version}");
+        }
+        let without = r#"{"name":"v","creationTimestamp":"1970-01-01T00:00:00Z"}"#;
+        assert!(serde_json::from_str::<Metadata>(without).is_err());
     }
 
     #[test]

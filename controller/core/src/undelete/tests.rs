@@ -133,7 +133,7 @@ fn a_replica_that_left_its_volume_earlier_stays_in_the_trash() {
 /// Returns a deleted volume of the name with ids of its own, of which `first` is the first.
 fn life(created: i64, version: u64, first: u64) -> Volume {
     let mut gone = deleted(created);
-    gone.metadata.resource_version = version;
+    gone.metadata.resource_version = ResourceVersion::new(version);
     gone.status.first_members = (first..first + 3).map(ReplicaId::from_random).collect();
     gone
 }

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use shorthorn_controller_core::left_out::LeftOut;
 use shorthorn_controller_core::lost_node::DeleteNode;
-use shorthorn_controller_core::objects::{Key, Kind, Object, Secret, Volume};
+use shorthorn_controller_core::objects::{Key, Kind, Object, ResourceVersion, Secret, Volume};
 use shorthorn_controller_core::observed::{CallFailure, InstanceKey, InstanceKind, InstanceState};
 use shorthorn_controller_core::reconcile::{Context, Settings, gives_space_away, reconcile};
 use shorthorn_controller_core::requests::{self, Change, CreateVolume, SalvageVolume, SetNode};
@@ -434,12 +434,12 @@ impl Sim {
         self.check_write(&object);
         self.hide();
         self.revision += 1;
-        object.metadata_mut().resource_version = self.revision;
+        object.metadata_mut().resource_version = ResourceVersion::new(self.revision);
         self.store.insert(object);
         true
     }
 
-    fn remove(&mut self, key: &Key, version: u64) -> bool {
+    fn remove(&mut self, key: &Key, version: Option<ResourceVersion>) -> bool {
         if self.store.version(key) != version {
             return false;
         }

@@ -6,7 +6,8 @@ use kube::core::{ApiResource, TypeMeta};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use shorthorn_controller_core::objects::{
-    ConditionType, Conditions, Engine, Finding, Kind, Metadata, Node, Object, Replica, Volume, VolumeStatus,
+    ConditionType, Conditions, Engine, Finding, Kind, Metadata, Node, Object, Replica, ResourceVersion,
+    Volume, VolumeStatus,
 };
 use shorthorn_controller_core::{Timestamp, requests};
 use thiserror::Error;
@@ -81,7 +82,7 @@ fn metadata(stored: &ObjectMeta) -> Result<Metadata, ConvertError> {
     Ok(Metadata {
         name: stored.name.clone().ok_or(ConvertError::Lacks("name"))?,
         uid: stored.uid.clone().filter(|uid| !uid.is_empty()),
-        resource_version: version(stored.resource_version.as_deref())?,
+        resource_version: ResourceVersion::new(version(stored.resource_version.as_deref())?),
         generation: generation(stored),
         creation_timestamp: stored
             .creation_timestamp

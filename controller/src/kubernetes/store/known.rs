@@ -4,7 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError, RwLockReadGuard};
 
 use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::left_out::LeftOut;
-use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
+use shorthorn_controller_core::objects::{Key, Kind, Object, Replica, ResourceVersion};
 use tokio::sync::broadcast;
 
 use super::order::{ObjectList, VersionOrder};
@@ -35,7 +35,7 @@ impl KnownObjects {
     }
 
     /// Checks that the known object has this version.
-    pub(super) fn check(&self, key: &Key, expected: u64) -> Result<(), StoreError> {
+    pub(super) fn check(&self, key: &Key, expected: Option<ResourceVersion>) -> Result<(), StoreError> {
         self.cache.check(key, expected)
     }
 
@@ -107,7 +107,8 @@ mod tests {
     use super::*;
 
     fn node(version: u64) -> Object {
-        let metadata = Metadata { resource_version: version, ..Metadata::new("n", Timestamp::UNIX_EPOCH) };
+        let resource_version = ResourceVersion::new(version);
+        let metadata = Metadata { resource_version, ..Metadata::new("n", Timestamp::UNIX_EPOCH) };
         Object::Node(Node { metadata, spec: Default::default(), status: Default::default() })
     }
 
@@ -124,12 +125,12 @@ mod tests {
         assert_eq!(count(&mut changes), 1);
         known.take(node(5));
         known.take(node(4));
-        assert_eq!((count(&mut changes), known.state().version(&key)), (0, 5));
+        assert_eq!((count(&mut changes), known.state().version(&key)), (0, ResourceVersion::new(5)));
         known.take_gone(key.clone(), 6);
         known.take(node(5));
-        assert_eq!((count(&mut changes), known.state().version(&key)), (1, 0));
+        assert_eq!((count(&mut changes), known.state().version(&key)), (1, None));
         known.take(node(7));
-        assert_eq!((count(&mut changes), known.state().version(&key)), (1, 7));
+        assert_eq!((count(&mut changes), known.state().version(&key)), (1, ResourceVersion::new(7)));
     }
 
     #[test]
@@ -139,9 +140,10 @@ mod tests {
         known.take(node(5));
         known.forget(&key, 5);
         known.relist(Kind::Node, ObjectList { version: 4, objects: vec![node(4)], ..ObjectList::default() });
-        assert_eq!(known.state().version(&key), 0);
+        assert_eq!(known.state().version(&key), None);
         known.relist(Kind::Node, ObjectList { version: 9, objects: vec![node(8)], ..ObjectList::default() });
-        assert_eq!(known.state().version(&key), 8);
-        assert!(known.check(&key, 7).is_err() && known.check(&key, 8).is_ok());
+        assert_eq!(known.state().version(&key), ResourceVersion::new(8));
+        assert!(known.check(&key, ResourceVersion::new(7)).is_err());
+        assert!(known.check(&key, ResourceVersion::new(8)).is_ok());
     }
 }

@@ -30,7 +30,7 @@ use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomRe
 use kube::Client;
 use kube::api::{Api, DynamicObject, ListParams};
 use shorthorn_controller_core::ClusterState;
-use shorthorn_controller_core::objects::{Key, Kind, Object, Replica};
+use shorthorn_controller_core::objects::{Key, Kind, Object, Replica, ResourceVersion};
 use shorthorn_kube::{KINDS, crds, plural};
 use thiserror::Error;
 use tokio::sync::broadcast;
@@ -41,6 +41,7 @@ pub(crate) use self::finalizer::FINALIZER;
 use self::keys::VolumeKeys;
 use self::known::KnownObjects;
 use self::last_write::LastWrite;
+use self::order::place;
 use self::remote::{Part, Remote};
 use super::events::EventSender;
 use crate::store::{Store, StoreError};
@@ -234,7 +235,7 @@ impl Store for KubeStore {
         .await
     }
 
-    async fn remove(&self, key: &Key, version: u64) -> Result<(), StoreError> {
+    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), StoreError> {
         let (inner, key) = (Arc::clone(&self.inner), key.clone());
         finished(tokio::spawn(async move { inner.last_write.record(inner.remove(&key, version).await) }))
             .await
@@ -338,24 +339,30 @@ impl Inner {
     }
 
     /// Changes one part of an object that still has this version.
-    async fn patch(&self, key: &Key, version: u64, part: Part) -> Result<Object, WriteError> {
-        let found = self.remote.send(key, version, part).await?;
+    async fn patch(
+        &self,
+        key: &Key,
+        version: Option<ResourceVersion>,
+        part: Part,
+    ) -> Result<Object, WriteError> {
+        let found = self.remote.send(key, place(version), part).await?;
         self.take_in(key, &found)
     }
 
     /// Requests the deletion; the finalizer keeps the object until `remove`.
     async fn ask_for_deletion(&self, key: &Key, stored: Object) -> Result<Object, WriteError> {
-        match self.remote.delete(key, stored.metadata().resource_version).await? {
+        let version = place(stored.metadata().resource_version);
+        match self.remote.delete(key, version).await? {
             Some(left) => self.take_in(key, &left),
             // The object had no finalizer: another client removed it.
             None => {
-                self.known.forget(key, stored.metadata().resource_version);
+                self.known.forget(key, version);
                 Ok(stored)
             }
         }
     }
 
-    async fn remove(&self, key: &Key, expected: u64) -> Result<(), StoreError> {
+    async fn remove(&self, key: &Key, expected: Option<ResourceVersion>) -> Result<(), StoreError> {
         self.known.check(key, expected)?;
         match self.take_away(key, expected).await {
             Ok(()) => Ok(()),
@@ -363,10 +370,10 @@ impl Inner {
         }
     }
 
-    async fn take_away(&self, key: &Key, expected: u64) -> Result<(), WriteError> {
+    async fn take_away(&self, key: &Key, expected: Option<ResourceVersion>) -> Result<(), WriteError> {
         let mut left = bounded(self.remote.api(key.kind).get(&key.name)).await?;
         let mut version = convert::version(left.metadata.resource_version.as_deref())?;
-        if version != expected {
+        if ResourceVersion::new(version) != expected {
             self.take_in(key, &left)?;
             return Err(WriteError::Changed);
         }
@@ -400,14 +407,14 @@ impl Inner {
 
     /// After a failed write, memory must not be older than the version in conflict: the next write would
     /// fail too.
-    async fn failed(&self, key: &Key, expected: u64, error: &WriteError) -> StoreError {
+    async fn failed(&self, key: &Key, expected: Option<ResourceVersion>, error: &WriteError) -> StoreError {
         let error = match error {
             WriteError::Call(error) => error,
             WriteError::Changed => {
                 return StoreError::Conflict {
                     key: key.clone(),
                     expected,
-                    found: self.known.state().stored_version(key),
+                    found: self.known.state().version(key),
                 };
             }
             WriteError::Convert(error) => {
@@ -423,10 +430,10 @@ impl Inner {
         if is_code(error, 409) || is_code(error, 404) {
             self.refresh(key, expected).await;
         }
-        store_error(error, key, expected, self.known.state().stored_version(key))
+        store_error(error, key, expected, self.known.state().version(key))
     }
 
-    async fn refresh(&self, key: &Key, expected: u64) {
+    async fn refresh(&self, key: &Key, expected: Option<ResourceVersion>) {
         match bounded(self.remote.api(key.kind).get_opt(&key.name)).await {
             Ok(Some(found)) if finalizer::is_held(key.kind, &found.metadata) => {
                 if let Err(error) = self.take_in(key, &found) {
@@ -435,7 +442,7 @@ impl Inner {
             }
             // The watch brings it once it is held.
             Ok(Some(_)) => {}
-            Ok(None) => self.known.forget(key, expected),
+            Ok(None) => self.known.forget(key, place(expected)),
             // The watch brings it later.
             Err(error) => tracing::debug!(%key, %error, "not refreshed"),
         }
@@ -470,7 +477,12 @@ fn check_encryption_kept(sent: &DynamicObject, answer: &DynamicObject) -> Result
 }
 
 /// Returns the error of a write of `key`, of which the cache knows version `found`.
-fn store_error(error: &CallError, key: &Key, expected: u64, found: Option<u64>) -> StoreError {
+fn store_error(
+    error: &CallError,
+    key: &Key,
+    expected: Option<ResourceVersion>,
+    found: Option<ResourceVersion>,
+) -> StoreError {
     let is = |code| is_code(error, code);
     if is(409) || is(404) {
         return StoreError::Conflict { key: key.clone(), expected, found };

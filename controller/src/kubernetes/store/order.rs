@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::left_out::LeftOut;
-use shorthorn_controller_core::objects::{Key, Kind, Object};
+use shorthorn_controller_core::objects::{Key, Kind, Object, ResourceVersion};
 
 /// The state, besides the objects, that is needed to judge incoming versions.
 #[derive(Clone, Debug, Default)]
@@ -19,6 +19,11 @@ pub struct VersionOrder {
     /// The versions of objects that this controller has removed, until the watch or a list shows that too. An
     /// older list may still be in flight. The map has as many entries as unconfirmed removals.
     removed: BTreeMap<Key, u64>,
+}
+
+/// Returns the place of a version in the order of versions: 0, before all of them, if no object is stored.
+pub fn place(version: Option<ResourceVersion>) -> u64 {
+    version.map_or(0, ResourceVersion::get)
 }
 
 /// All objects of one kind on the API server.
@@ -38,11 +43,8 @@ impl VersionOrder {
     /// Takes an object from a watch or an answer. Returns true if it is newer than the known one.
     pub fn take(&mut self, state: &mut ClusterState, object: Object) -> bool {
         let key = object.key();
-        let version = object.metadata().resource_version;
-        let known = match state.version(&key) {
-            0 => self.gone_at(&key),
-            known => known,
-        };
+        let version = place(object.metadata().resource_version);
+        let known = state.version(&key).map_or_else(|| self.gone_at(&key), ResourceVersion::get);
         if version <= known {
             return false;
         }
@@ -54,7 +56,7 @@ impl VersionOrder {
     /// Records an object that cannot be used. Returns true if it is newer than the known version.
     pub fn leave_out(&self, state: &mut ClusterState, key: &Key, left_out: LeftOut) -> bool {
         let removed = self.removed.get(key).copied().unwrap_or(0);
-        let known = state.version(key).max(removed);
+        let known = place(state.version(key)).max(removed);
         let is_newer = left_out.version.is_none_or(|version| version > known);
         if is_newer && state.left_out().get(key) != Some(&left_out) {
             state.leave_out(key.clone(), left_out);
@@ -71,7 +73,7 @@ impl VersionOrder {
 
     /// Handles the deletion of an object at that version in the watch. Returns true if it existed.
     pub fn take_gone(&mut self, state: &mut ClusterState, key: &Key, version: u64) -> bool {
-        let was_stored = state.has(key) && state.version(key) <= version;
+        let was_stored = state.has(key) && place(state.version(key)) <= version;
         if was_stored {
             state.remove(key);
         }
@@ -86,7 +88,7 @@ impl VersionOrder {
     /// Handles the removal of that version of an object by this controller.
     pub fn remove(&mut self, state: &mut ClusterState, key: &Key, version: u64) {
         // If it is not known any more, the watch has reported that already; or it was re-created.
-        if state.has(key) && state.version(key) <= version {
+        if state.has(key) && place(state.version(key)) <= version {
             state.remove(key);
             self.removed.insert(key.clone(), version);
         }
@@ -111,7 +113,7 @@ impl VersionOrder {
         let listed: BTreeSet<Key> = readable.chain(left_out.keys().cloned()).collect();
         let gone: Vec<Key> = state
             .keys()
-            .filter(|key| key.kind == kind && !listed.contains(key) && state.version(key) <= version)
+            .filter(|key| key.kind == kind && !listed.contains(key) && place(state.version(key)) <= version)
             .collect();
         for key in gone {
             state.remove(&key);
@@ -143,9 +145,9 @@ impl VersionOrder {
     /// before.
     fn take_listed(&mut self, state: &mut ClusterState, object: Object) -> bool {
         let key = object.key();
-        let version = object.metadata().resource_version;
+        let version = place(object.metadata().resource_version);
         let removed = self.removed.get(&key).copied().unwrap_or(0);
-        if version <= state.version(&key).max(removed) {
+        if version <= place(state.version(&key)).max(removed) {
             return false;
         }
         self.removed.remove(&key);

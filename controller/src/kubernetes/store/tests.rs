@@ -112,7 +112,7 @@ async fn a_controller_whose_writes_fail_is_not_ready() {
     readiness.check().unwrap_err();
     // A conflict says nothing about the writes of other objects.
     let mut old = Node::new("a", Timestamp::UNIX_EPOCH);
-    old.metadata.resource_version = 3;
+    old.metadata.resource_version = ResourceVersion::new(3);
     assert!(matches!(store.put(old.into()).await, Err(StoreError::Conflict { .. })));
     readiness.check().unwrap_err();
     api.refuses_writes.store(false, Ordering::Relaxed);
@@ -156,7 +156,8 @@ async fn a_volume_stays_encrypted_after_a_definition_has_dropped_the_field() {
     let Object::Volume(found) = store.inner.take_in(&Key::new(Kind::Volume, "v"), &stored).unwrap() else {
         panic!("another kind")
     };
-    assert_eq!((found.metadata.resource_version, found.spec.encrypt_in_transit), (9, true));
+    let version = ResourceVersion::new(9);
+    assert_eq!((found.metadata.resource_version, found.spec.encrypt_in_transit), (version, true));
 }
 
 #[tokio::test]

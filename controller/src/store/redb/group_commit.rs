@@ -9,7 +9,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-use shorthorn_controller_core::objects::{Key, Object};
+use shorthorn_controller_core::objects::{Key, Object, ResourceVersion};
 
 use super::lock;
 use crate::store::StoreError;
@@ -23,7 +23,7 @@ const WRITES_MAX: usize = 512;
 pub(super) enum Write {
     Put(Object),
     /// Removes the object if it has that version.
-    Remove(Key, u64),
+    Remove(Key, Option<ResourceVersion>),
 }
 
 impl Write {
@@ -158,7 +158,7 @@ mod tests {
     use super::*;
 
     fn remove(name: &str) -> Write {
-        Write::Remove(Key::new(Kind::Node, name), 1)
+        Write::Remove(Key::new(Kind::Node, name), ResourceVersion::new(1))
     }
 
     /// Puts these writes into the queue, in this order, while another caller commits. Returns the answers,
@@ -200,7 +200,10 @@ mod tests {
     #[test]
     fn each_caller_gets_its_own_answer() {
         let refuse = |write: Write| match write.key() {
-            key if key.name == "a" => Err(StoreError::Conflict { key, expected: 1, found: Some(2) }),
+            key if key.name == "a" => {
+                let (expected, found) = (ResourceVersion::new(1), ResourceVersion::new(2));
+                Err(StoreError::Conflict { key, expected, found })
+            }
             _ => Ok(None),
         };
         let writes = ["a", "b", "c"].map(remove).into();

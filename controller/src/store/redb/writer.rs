@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde::Deserialize;
 use serde_json::Value;
-use shorthorn_controller_core::objects::{Key, Object};
+use shorthorn_controller_core::objects::{Key, Object, ResourceVersion};
 
 use super::file::{StoreFile, name};
 use super::group_commit::{Write, WriteResult};
@@ -94,7 +94,7 @@ impl Writer {
                     let message = "the store has an object of this name that cannot be read".to_owned();
                     return Err(StoreError::Refused { key, message });
                 }
-                object.metadata_mut().resource_version = revision;
+                object.metadata_mut().resource_version = ResourceVersion::new(revision);
                 let text = self.text(&name, before, &object);
                 let (text, has_more) = text.map_err(|error| self.file.write_error(&error))?;
                 Ok(DecidedWrite { key, name, object: Some((object, text)), has_more })
@@ -119,10 +119,16 @@ impl Writer {
 
     /// The object as it is stored, with whatever a later version has stored of it, and whether that is
     /// anything. `before`: the version that it replaces.
-    fn text(&self, name: &str, before: u64, object: &Object) -> Result<(Vec<u8>, bool), redb::Error> {
+    fn text(
+        &self,
+        name: &str,
+        before: Option<ResourceVersion>,
+        object: &Object,
+    ) -> Result<(Vec<u8>, bool), redb::Error> {
         let failed = |error: serde_json::Error| redb::Error::Io(error.into());
-        let is_ours = before > self.opened_at && !self.with_more.contains(name);
-        if before == 0 || is_ours {
+        let is_since_opening = before.is_some_and(|before| before.get() > self.opened_at);
+        let is_ours = is_since_opening && !self.with_more.contains(name);
+        if before.is_none() || is_ours {
             return Ok((serde_json::to_vec(object).map_err(failed)?, false));
         }
         let new = serde_json::to_value(object).map_err(failed)?;
@@ -170,14 +176,17 @@ mod tests {
         let (mut writer, cache) = writer(&[("node/bad", "{")]);
         let batch = vec![
             Write::Put(node("a")),
-            Write::Remove(Key::new(Kind::Node, "gone"), 1),
+            Write::Remove(Key::new(Kind::Node, "gone"), ResourceVersion::new(1)),
             Write::Put(node("bad")),
             Write::Put(node("b")),
         ];
         let answers = writer.commit(&cache, batch);
         let versions = answers.iter().flatten().flatten().map(|object| object.metadata().resource_version);
-        assert_eq!(versions.collect::<Vec<_>>(), [2, 3]);
-        assert!(matches!(answers[1], Err(StoreError::Conflict { expected: 1, found: None, .. })));
+        assert_eq!(versions.collect::<Vec<_>>(), [2, 3].map(ResourceVersion::new));
+        assert!(matches!(
+            answers[1],
+            Err(StoreError::Conflict { expected, found: None, .. }) if expected == ResourceVersion::new(1)
+        ));
         assert!(matches!(answers[2], Err(StoreError::Refused { .. })));
         assert_eq!(writer.counted(), (3, 1));
         assert_eq!(cache.state().nodes.keys().collect::<Vec<_>>(), ["a", "b"]);
@@ -187,7 +196,8 @@ mod tests {
     #[test]
     fn a_batch_of_refused_writes_needs_no_commit() {
         let (mut writer, cache) = writer(&[]);
-        let answers = writer.commit(&cache, vec![Write::Remove(Key::new(Kind::Node, "gone"), 1)]);
+        let answers =
+            writer.commit(&cache, vec![Write::Remove(Key::new(Kind::Node, "gone"), ResourceVersion::new(1))]);
         assert!(matches!(answers[..], [Err(StoreError::Conflict { .. })]), "{answers:?}");
         assert_eq!(writer.counted(), (0, 0));
     }
@@ -196,7 +206,7 @@ mod tests {
     fn a_removed_object_leaves_the_file_and_the_memory() {
         let (mut writer, cache) = writer(&[]);
         writer.commit(&cache, vec![Write::Put(node("a"))]);
-        let answers = writer.commit(&cache, vec![Write::Remove(node("a").key(), 1)]);
+        let answers = writer.commit(&cache, vec![Write::Remove(node("a").key(), ResourceVersion::new(1))]);
         assert!(matches!(answers[..], [Ok(None)]), "{answers:?}");
         assert!(cache.state().nodes.is_empty());
         assert_eq!(writer.file().stored("node/a").unwrap(), None);

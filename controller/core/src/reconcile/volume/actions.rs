@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::objects::{Engine, Key, Kind, Object, Volume};
+use crate::objects::{Engine, Key, Kind, Object, ResourceVersion, Volume};
 use crate::{Action, AgentCall, Decision, Event, NodeName};
 
 /// The actions of a run over a volume, each for the stage in which it is performed. A failed action ends the
@@ -40,7 +40,7 @@ impl StagedActions {
     }
 
     /// Removes the object if it still has this resource version.
-    pub(super) fn remove(&mut self, key: Key, resource_version: u64) {
+    pub(super) fn remove(&mut self, key: Key, resource_version: Option<ResourceVersion>) {
         self.before_store.actions.push(Action::Remove(key, resource_version));
     }
 
@@ -101,7 +101,7 @@ mod tests {
     fn words(decision: &Decision) -> Vec<String> {
         let word = |action: &Action| match action {
             Action::Write(object) => format!("write {}", object.key()),
-            Action::Remove(key, version) => format!("remove {key} {version}"),
+            Action::Remove(key, version) => format!("remove {key} {version:?}"),
             Action::Call(node, AgentCall::StopInstance { attach, .. }) => format!("call {node} {attach:?}"),
             Action::Call(node, call) => format!("call {node} {}", call.name()),
             Action::Emit(event) => format!("emit {} {}", event.about, event.reason),
@@ -135,9 +135,9 @@ mod tests {
     #[test]
     fn an_unchanged_volume_is_not_written() {
         let mut actions = StagedActions::new("v");
-        actions.remove(Key::new(Kind::Engine, "v"), 7);
+        actions.remove(Key::new(Kind::Engine, "v"), ResourceVersion::new(7));
         actions.emit(false, "Removed", String::new());
-        assert_eq!(words(&actions.finish(None)), ["remove engine v 7", "emit volume v Removed"]);
+        assert_eq!(words(&actions.finish(None)), ["remove engine v Some(7)", "emit volume v Removed"]);
         assert_eq!(StagedActions::new("v").finish(None), Decision::nothing());
     }
 

@@ -20,7 +20,7 @@ fn keys() -> VolumeKeys {
 fn meta(name: &str) -> Metadata {
     Metadata {
         uid: Some(UID.to_owned()),
-        resource_version: 7,
+        resource_version: ResourceVersion::new(7),
         deletion_timestamp: Some("2026-02-03T04:05:06Z".parse().unwrap()),
         ..Metadata::new(name, "2026-01-02T03:04:05Z".parse().unwrap())
     }
@@ -226,7 +226,7 @@ fn stored(object: &Object) -> DynamicObject {
     stored.data["status"] = status;
     let metadata = object.metadata();
     stored.metadata.uid = Some(UID.to_owned());
-    stored.metadata.resource_version = Some(metadata.resource_version.to_string());
+    stored.metadata.resource_version = metadata.resource_version.map(|version| version.to_string());
     stored.metadata.creation_timestamp = Some(Time(metadata.creation_timestamp));
     stored.metadata.deletion_timestamp = metadata.deletion_timestamp.map(Time);
     stored

@@ -240,7 +240,7 @@ async fn an_object_that_is_tried_again_does_not_hide_that_the_watch_is_silent() 
 #[tokio::test]
 async fn a_volume_that_came_between_two_lists_is_fetched() {
     use shorthorn_controller_core::Timestamp;
-    use shorthorn_controller_core::objects::Engine;
+    use shorthorn_controller_core::objects::{Engine, ResourceVersion};
     let api = Arc::<PagedVolumes>::default();
     api.add("a");
     let inner = inner(&api);
@@ -251,7 +251,7 @@ async fn a_volume_that_came_between_two_lists_is_fetched() {
     late.spec.volume_name = shorthorn_types::VolumeName::new("late").unwrap();
     for owner in [volume, late] {
         let mut engine = Engine::of_new(&owner, Timestamp::UNIX_EPOCH);
-        engine.metadata.resource_version = 12;
+        engine.metadata.resource_version = ResourceVersion::new(12);
         inner.known.take(engine.into());
     }
     api.add("late");
