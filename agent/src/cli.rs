@@ -51,7 +51,7 @@ pub enum AgentCommand {
     Run(RunArgs),
     /// Runs the agent of this node: the API that a controller calls
     Serve(ServeArgs),
-    /// Runs the agent of the host that this container runs on
+    /// Runs the agent of the host from a container on it
     ServeOnHost(ServeOnHostArgs),
     /// Sets this node up: settings, disks, certificate and units
     Setup(SetupArgs),
@@ -207,7 +207,7 @@ pub struct ServeArgs {
     pub metrics_listen: Option<MetricsListen>,
 }
 
-/// Runs the agent of the host that this container runs on.
+/// Runs the agent of the host from a container on it.
 ///
 /// The container has to be privileged, with the process ids and the network of the host (`hostPID`,
 /// `hostNetwork`). The command copies this program and its units to the host, enters the mounts of the host,
@@ -278,7 +278,7 @@ pub struct SetupArgs {
     /// Address of the node for its API and its replicas [default: the address of the default route]
     #[arg(long, value_name = "IP")]
     pub address: Option<IpAddr>,
-    /// Interface whose address other nodes reach the replicas at, instead of the address of the node
+    /// Interface with the address at which other nodes reach the replicas, instead of the address of the node
     #[arg(long, value_name = "NAME")]
     pub data_interface: Option<String>,
     /// Directory of a disk, on a mounted file system; created if it does not exist. Can be repeated
@@ -304,7 +304,7 @@ pub struct CheckArgs {
     /// Configuration file of the agent
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// For people, or for programs
+    /// Output format: for people, or for programs
     #[arg(long, short, default_value = "text", value_name = "FORMAT")]
     pub output: OutputFormat,
 }
@@ -324,7 +324,7 @@ pub enum DiskCommand {
 /// comments of the file. Mounted file systems need no file: `shorthornctl disk add NODE DIRECTORY`.
 #[derive(Debug, Args)]
 pub struct DiscoverArgs {
-    /// Devices to look at; all disks and RAID arrays by default. Network disks, such as iSCSI, are skipped
+    /// Devices to examine; all disks and RAID arrays by default. Network disks, such as iSCSI, are skipped
     /// unless you name them
     #[arg(value_name = "DEVICE")]
     pub devices: Vec<PathBuf>,
@@ -351,7 +351,7 @@ pub struct InitArgs {
     /// Checks the file and the devices, and changes nothing
     #[arg(long)]
     pub dry_run: bool,
-    /// Repeats each mkfs of the file that was interrupted
+    /// Repeats each interrupted mkfs of the file
     #[arg(long)]
     pub redo: bool,
     /// Directory of the mount units
@@ -366,7 +366,7 @@ pub struct InitArgs {
 pub struct InspectArgs {
     /// The replica directory
     pub dir: PathBuf,
-    /// For people, or for programs
+    /// Output format: for people, or for programs
     #[arg(long, default_value = "text", value_name = "FORMAT")]
     pub output: OutputFormat,
 }
@@ -384,7 +384,7 @@ pub enum OutputFormat {
 pub struct ExportArgs {
     /// The replica directory
     pub dir: PathBuf,
-    /// The snapshot to write instead of the present volume
+    /// The snapshot to write instead of the current data of the volume
     #[arg(long, value_name = "NAME")]
     pub snapshot: Option<String>,
     /// The file to write, sparse; `-` is standard output

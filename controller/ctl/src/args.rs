@@ -187,8 +187,8 @@ pub enum NodeCommand {
         /// Does not ask
         #[arg(long, short)]
         yes: bool,
-        /// Gives the node up even if it is not cordoned, or has the last replica of a volume, which is then
-        /// lost
+        /// Gives the node up even if it is not cordoned, or has the last replica of a volume. That volume is
+        /// then lost
         #[arg(long)]
         force: bool,
     },
@@ -198,7 +198,7 @@ pub enum NodeCommand {
     Release {
         /// Name of the node
         name: String,
-        /// The present owner, as this command reports it without --cluster
+        /// The current owner of the node, as this command reports it without --cluster
         #[arg(long, value_name = "CLUSTER")]
         cluster: Option<String>,
     },
@@ -206,7 +206,7 @@ pub enum NodeCommand {
     Set {
         /// Name of the node
         name: String,
-        /// All tags; replaces the present ones; empty: none
+        /// All tags of the node, replacing the current ones; empty: none
         #[arg(long, value_name = "TAG,...")]
         tags: Option<TagList>,
         /// Zone; empty: the zone in the configuration of its agent
@@ -383,7 +383,7 @@ pub enum DiskCommand {
         node: String,
         /// Directory of the disk
         path: String,
-        /// All tags; replaces the present ones; empty: none
+        /// All tags of the disk, replacing the current ones; empty: none
         #[arg(long, value_name = "TAG,...")]
         tags: Option<TagList>,
         /// Space reserved for other uses, like 10GiB

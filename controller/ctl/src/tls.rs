@@ -25,7 +25,7 @@ const SERIAL_DIGITS: usize = 32;
 /// Commands for certificates.
 #[derive(Debug, Subcommand)]
 pub enum TlsCommand {
-    /// Makes a key and a certificate for an administrator, and writes both to a file for --tls-identity
+    /// Creates a key and a certificate for an administrator, and writes both to a file for --tls-identity
     Issue {
         /// Name of the administrator: letters, digits, '-', '.', '_' and '@'
         name: String,
@@ -42,10 +42,10 @@ pub enum TlsCommand {
         #[arg(value_name = "SERIAL|NODE|admin/NAME")]
         which: String,
     },
-    /// Takes the next step of replacing the CA. Run it three times: add the new CA to all trust lists, sign
-    /// with it, and drop the old one. Reports the nodes and administrators that a step waits for
+    /// Performs the next step of replacing the CA. Run the command three times: add the new CA to all trust
+    /// lists, sign with it, and drop the old one. Reports the nodes and administrators that a step waits for
     RollOver {
-        /// Takes the step even if some nodes or administrators are not ready; they have to enrol again
+        /// Performs the step even if some nodes or administrators are not ready; they have to enrol again
         #[arg(long)]
         force: bool,
     },

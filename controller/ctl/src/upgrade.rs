@@ -36,9 +36,9 @@ const NAMES_MAX: usize = 10;
 
 #[derive(Debug, Subcommand)]
 pub enum UpgradeCommand {
-    /// Replaces engines that run another program than the one that is installed on their node.
-    /// Devices stay in use. Reports engines that cannot be replaced, and continues with the others. Stops if
-    /// a new engine does not serve as well as the former one. Can be repeated
+    /// Replaces engines whose program differs from the one that is installed on their node. Devices stay in
+    /// use. Reports engines that cannot be replaced, and continues with the others. Stops if a new engine
+    /// does not serve as well as the former one. Can be repeated
     Engines(EnginesArgs),
 }
 

@@ -123,7 +123,7 @@ pub struct ServeArgs {
     /// them [default: 127.0.0.1:9510, if that is free]
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub metrics_listen: Option<MetricsListen>,
-    /// Seconds that a replica may be away from an attached volume before a new one takes its place
+    /// Seconds for which a replica may be away from an attached volume before a new replica replaces it
     /// [default: 600]
     #[arg(long, value_name = "SECONDS")]
     pub replica_replace_after_s: Option<u64>,
