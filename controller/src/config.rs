@@ -65,13 +65,13 @@ pub enum ConfigError {
     #[error("csi_listen = {0}: use unix:///path/of/csi.sock")]
     CsiListen(Listen),
     /// CSI and the API have the same address.
-    #[error("csi_listen and listen are both {0}: give each its own")]
+    #[error("csi_listen and listen are both {0}: use different addresses")]
     SameListen(Listen),
     /// No store is configured.
     #[error("no store is configured: give --store FILE or --kubernetes, or the same in the --config file")]
     NoStore,
     /// Two stores are configured.
-    #[error("the configuration {0} has both store and [kubernetes]: volumes are kept in one place")]
+    #[error("the configuration {0} has both store and [kubernetes]: remove one of them")]
     TwoStores(PathBuf),
     /// The option is for Kubernetes only.
     #[error(
@@ -444,7 +444,7 @@ mod tests {
         let error = csi("csi_listen = \"127.0.0.1:1\"\n", &[]).unwrap_err().to_string();
         assert!(error.contains("unix:///"), "{error}");
         let error = csi(text, &["--listen", "unix:///run/csi.sock"]).unwrap_err().to_string();
-        assert!(error.contains("its own"), "{error}");
+        assert!(error.contains("different addresses"), "{error}");
     }
 
     #[test]

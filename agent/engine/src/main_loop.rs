@@ -217,7 +217,7 @@ impl EngineProcess<'_> {
         if let Err(EngineError::Deposed { .. }) = &opening
             && let Err(error) = self.discard_device()
         {
-            tracing::warn!(volume = %self.spec.volume, %error, "the device of a deposed engine stays");
+            tracing::warn!(volume = %self.spec.volume, %error, "a deposed engine leaves its device");
         }
         let mut opened = match opening? {
             OpenResult::Open(opened) => *opened,

@@ -452,7 +452,7 @@ impl RunningQueue {
         if !self.queue.frontend.is_idle() {
             return tracing::debug!(queue, "keeping memory: data of a client is in transit");
         }
-        tracing::debug!(queue, "memory of large requests is given back");
+        tracing::debug!(queue, "memory of large requests is released");
         for slot in 0..usize::from(self.queue.depth) {
             self.queue.arena.release_pages(slot, SLOT_KEEP_BYTES);
         }

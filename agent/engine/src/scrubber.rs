@@ -148,7 +148,7 @@ impl Scrubber {
             match self.scrub_layer(&layer) {
                 Err(ScrubError::Failed(reason)) => {
                     let (volume, snapshot) = (&self.context.connector.volume, layer.snapshot());
-                    tracing::warn!(%volume, snapshot, reason, "a snapshot could not be compared to its end");
+                    tracing::warn!(%volume, snapshot, reason, "a snapshot could not be compared completely");
                     self.incomplete = Some(format!("snapshot {snapshot}: {reason}"));
                 }
                 scrubbed => scrubbed?,

@@ -135,7 +135,7 @@ fn probe_nbd(load: bool) -> Result<String, String> {
     load_nbd().map_err(|missing| missing.to_string())?;
     nbd::driver_answers().map_err(|error| {
         format!(
-            "the module nbd is loaded, but its netlink family can not be used: {error}; it is in the host's \
+            "the module nbd is loaded, but its netlink family cannot be used: {error}; it is in the host's \
              network namespace only"
         )
     })?;

@@ -39,7 +39,7 @@ pub(crate) fn lower_from(
         }
     };
     if let Err(error) = thread::Builder::new().name("attribute".into()).spawn(work) {
-        tracing::warn!(%error, attribute, "no thread to set an attribute of the device: {consequence}");
+        tracing::warn!(%error, attribute, "cannot start a thread to set an attribute: {consequence}");
     }
 }
 

@@ -208,7 +208,9 @@ fn accept(mut listeners: Listeners, shared: &Arc<AcceptorState>, publish: &Publi
         if let Some(address) = shared.next.take() {
             match listeners.move_to(address) {
                 Ok(()) => tracing::info!(%address, "listening for engines of other hosts"),
-                Err(error) => tracing::warn!("the former address stays: {error}"),
+                Err(error) => {
+                    tracing::warn!("cannot listen on the new address, keeping the former one: {error}")
+                }
             }
             publish(listeners.addresses());
         }

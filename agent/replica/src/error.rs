@@ -19,9 +19,9 @@ pub enum ReplicaError {
     /// Connections cannot be encrypted.
     #[error(transparent)]
     Encryption(#[from] TlsError),
-    /// The directory has no replica, and the spec does not allow to create one.
+    /// The directory has no replica, and the spec does not allow creating one.
     #[error(
-        "{} holds no replica, and the spec does not allow to create one. If the disk is not mounted, mount \
+        "{} holds no replica, and the spec does not allow creating one. If the disk is not mounted, mount \
          it. If the replica is lost, delete it: another one is then created and rebuilt", .0.display()
     )]
     Missing(PathBuf),
@@ -90,7 +90,9 @@ pub enum ReplicaError {
         length_bytes: u32,
     },
     /// Sums for pieces that a layer does not have.
-    #[error("{count} sums from piece {first_piece} on do not fit {image}: the replicas have other layers")]
+    #[error(
+        "{count} sums from piece {first_piece} on do not fit {image}: the replicas have different layers"
+    )]
     Sums {
         /// Name of the layer's image.
         image: String,

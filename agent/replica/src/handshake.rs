@@ -64,7 +64,7 @@ pub(crate) enum HandshakeError {
     #[error(transparent)]
     Encryption(#[from] TlsError),
     /// The generation has attachment 0, which no engine has.
-    #[error("generation {} is the one before any engine: attachments count from 1", Generation::NEVER)]
+    #[error("generation {} precedes every engine: attachments are numbered from 1", Generation::NEVER)]
     Generation,
 }
 

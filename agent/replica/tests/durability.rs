@@ -230,7 +230,7 @@ fn directories_that_must_not_be_served_are_refused_with_a_reason() {
     let reason = |spec| Replica::try_start(&spec).err().unwrap();
     let mut missing = good.clone();
     missing.create = false;
-    assert!(reason(missing).contains("holds no replica, and the spec does not allow to create one"));
+    assert!(reason(missing).contains("holds no replica, and the spec does not allow creating one"));
 
     assert!(Replica::start(&good).terminate().success());
     let mut larger = good.clone();

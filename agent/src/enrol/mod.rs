@@ -50,8 +50,8 @@ pub enum AnswerError {
     },
     /// Another CA than the remembered ones.
     #[error(
-        "the certificate is signed by another CA than the ones that {} remembers ({source}): this is another \
-         cluster, or an attack. To give this node to another cluster, stop the agent and remove that file",
+        "the certificate is signed by a CA that {} does not contain ({source}): this is another cluster, or \
+         an attack. To give this node to another cluster, stop the agent and remove that file",
         file.display()
     )]
     OtherAuthority {
@@ -155,7 +155,7 @@ mod tests {
         assert_eq!(first.trust.authorities(), ours.0.trust().unwrap().authorities());
         taken(Some(&first.trust), &key, ours.signed(&key, "n1")).unwrap();
         let refused = taken(Some(&first.trust), &key, other.signed(&key, "n1")).unwrap_err();
-        assert!(refused.contains("another CA") && refused.contains("/tls/agent.pem"), "{refused}");
+        assert!(refused.contains("signed by a CA that") && refused.contains("/tls/agent.pem"), "{refused}");
     }
 
     #[test]

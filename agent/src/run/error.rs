@@ -21,7 +21,7 @@ pub enum RunError {
     #[error(transparent)]
     Spec(#[from] SpecError),
     /// Another supervisor has the directory.
-    #[error("{dir} is in use by process {pid}: stop that one first (kill {pid})")]
+    #[error("{dir} is in use by process {pid}: stop that process first (kill {pid})")]
     Held {
         dir: PathBuf,
         /// The process id of the holder.

@@ -264,7 +264,7 @@ impl VolumeProcess {
             tracing::debug!(
                 role = %self.role,
                 %error,
-                "the control socket takes no request to stop: sending a signal"
+                "the control socket does not accept a request to stop: sending a signal"
             );
         }
         sent.is_ok()

@@ -130,7 +130,7 @@ impl Supervisor {
     /// does not take the request continues to serve, and gets no signal.
     fn hand_over(&self) {
         let Some(engine) = self.processes.last() else { return };
-        tracing::info!("a new process takes the place of the engine");
+        tracing::info!("a new process replaces the engine");
         if let Err(error) = engine.request(&ProcessCommand::Handover) {
             tracing::warn!("cannot send a command to the engine: {error}");
         }

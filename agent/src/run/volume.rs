@@ -161,7 +161,7 @@ fn draw(args: &RunArgs) -> Result<VolumeFile, RunError> {
 fn random<const N: usize>() -> Result<[u8; N], RunError> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes)
-        .map_err(|error| RunError::doing("no random numbers")(io::Error::other(error)))?;
+        .map_err(|error| RunError::doing("cannot get random numbers")(io::Error::other(error)))?;
     Ok(bytes)
 }
 

@@ -486,7 +486,7 @@ pub fn sweep(disk: &Path, limits: TrashLimits, now_ms: u64) {
     let all: Vec<TrashEntry> = match entries(disk) {
         Ok(all) => all.into_iter().filter(|entry| !entry.is_restored).collect(),
         Err(error) => {
-            tracing::warn!("the trash is not swept: {error}");
+            tracing::warn!("cannot clean up the trash: {error}");
             return;
         }
     };

@@ -141,8 +141,9 @@ impl Controller for Api {
 
     async fn create_volume(&self, request: Request<v1::CreateVolumeRequest>) -> RpcResult<v1::Volume> {
         let request = request.into_inner();
-        let secret = new_secret()
-            .map_err(|error| Status::unavailable(format!("no random numbers for the secret: {error}")))?;
+        let secret = new_secret().map_err(|error| {
+            Status::unavailable(format!("cannot get random numbers for the secret: {error}"))
+        })?;
         let chosen = request.chosen_frontend();
         let frontend = chosen.map_err(|error| status::of_request(&error.into()))?;
         let locality = messages::data_locality(nonempty(request.data_locality));

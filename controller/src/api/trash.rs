@@ -219,8 +219,9 @@ impl Api {
         trash: &[Trashed],
         restored: &[Trashed],
     ) -> Result<(), Status> {
-        let secret = new_secret()
-            .map_err(|error| Status::unavailable(format!("no random numbers for the secret: {error}")))?;
+        let secret = new_secret().map_err(|error| {
+            Status::unavailable(format!("cannot get random numbers for the secret: {error}"))
+        })?;
         let in_place = restored.iter().map(|trashed| trashed.replica_id).collect();
         let mut conflicts = 0;
         loop {

@@ -68,8 +68,9 @@ impl CsiController {
             let message = "no node in the requested topology has an agent of this controller";
             return Err(CsiError::Exhausted(message.into()));
         }
-        let secret = new_secret()
-            .map_err(|error| CsiError::Unavailable(format!("no random numbers for the secret: {error}")))?;
+        let secret = new_secret().map_err(|error| {
+            CsiError::Unavailable(format!("cannot get random numbers for the secret: {error}"))
+        })?;
         let name = request.volume.as_str();
         change(self.store.as_ref(), |cluster| request.new.apply(cluster, secret.clone(), Timestamp::now()))
             .await

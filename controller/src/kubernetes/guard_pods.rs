@@ -217,7 +217,7 @@ impl GuardPods {
             // The pod has no work to interrupt, and its kubelet may be unreachable.
             let now = DeleteParams::default().grace_period(0);
             unless_code(bounded(objects.pods.delete(name, &now)).await, 404)?;
-            tracing::info!(pod = name, "a guard pod is deleted");
+            tracing::info!(pod = name, "deleted a guard pod");
         }
         for name in &plan.delete_budget {
             unless_code(bounded(objects.budgets.delete(name, &DeleteParams::default())).await, 404)?;
@@ -246,7 +246,7 @@ impl GuardPods {
         let pod: Pod = object(&pod(image, name, guard_pod))?;
         match bounded(objects.pods.create(&PostParams::default(), &pod)).await {
             Ok(_) => {
-                tracing::info!(node = guard_pod.node, holds = guard_pod.message, "a guard pod is made");
+                tracing::info!(node = guard_pod.node, holds = guard_pod.message, "created a guard pod");
                 Ok(true)
             }
             Err(error) if is_code(&error, 409) => Ok(false),

@@ -94,7 +94,7 @@ impl Leadership {
                 }
                 Ok(None) => looked(None),
                 Err(error) => {
-                    tracing::warn!(%error, "cannot ask for the lease");
+                    tracing::warn!(%error, "cannot acquire the lease");
                     looked(Some(&error));
                 }
             }
@@ -192,7 +192,7 @@ impl Leadership {
         let parameters = PostParams::default();
         let released = self.leases.replace(LEASE_NAME, &parameters, &self.held);
         if let Ok(Err(error)) = tokio::time::timeout(LOOK_AGAIN, released).await {
-            tracing::debug!(%error, "the lease is not given back");
+            tracing::debug!(%error, "cannot release the lease");
         }
     }
 }

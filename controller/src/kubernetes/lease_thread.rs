@@ -152,7 +152,7 @@ async fn keep(
     let client = match connect(config).await {
         Ok(client) => client,
         Err(error) => {
-            state.send_replace(LeaseState::Lost(format!("the API server cannot be asked: {error}")));
+            state.send_replace(LeaseState::Lost(format!("cannot connect to the API server: {error}")));
             return;
         }
     };

@@ -98,7 +98,7 @@ pub enum StoreError {
         message: String,
     },
     /// Another controller has the file.
-    #[error("{0} is in use by another controller: stop that one, or give each its own --store")]
+    #[error("{0} is in use by another controller: stop it, or give each controller a --store of its own")]
     Locked(PathBuf),
     /// The file cannot be opened.
     #[error("cannot open the store {path}: {message}")]

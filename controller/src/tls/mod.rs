@@ -48,8 +48,8 @@ pub enum CaError {
     Full,
     /// The stored CA is of another cluster.
     #[error(
-        "the stored CA is of cluster {found}, and the store of cluster {expected}: restore both from one \
-         backup"
+        "the stored CA belongs to cluster {found}, and the store to cluster {expected}: restore both from \
+         the same backup"
     )]
     OtherCluster {
         /// The cluster of the CA.
@@ -107,7 +107,7 @@ impl Tls {
             None => {
                 let made = Authority::create(expected.clone(), now())?;
                 ca_storage.save(stored_form(&made)?).await?;
-                tracing::warn!(pin = %made.pin()?, "the cluster's CA is made: back it up (docs/security.md)");
+                tracing::warn!(pin = %made.pin()?, "created the cluster's CA: back it up (docs/security.md)");
                 made
             }
         };

@@ -122,7 +122,7 @@ impl Tls {
         tracing::warn!(
             %node,
             known,
-            "the trust list of the node is newer than the CA's, which is now made newer"
+            "the trust list of the node is newer than that of the CA, whose version is raised now"
         );
         let changed = self.change(|authority| {
             authority.outdate(known);

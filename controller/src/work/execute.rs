@@ -43,7 +43,7 @@ impl ActionRunner {
             // Calls before it may have taken long: an undeletion may want the data again.
             let deletes = matches!(action, Action::Call(_, AgentCall::DeleteReplica { .. }));
             if deletes && self.store.state().version(key) != version {
-                tracing::info!(object = %key, "changed since its deletion was decided: looking again");
+                tracing::info!(object = %key, "changed since its deletion was decided: reconciling again");
                 return RunOutcome::Failed;
             }
             if !self.act(key, action).await {
@@ -98,7 +98,7 @@ impl ActionRunner {
         match result {
             Ok(()) => true,
             Err(error @ StoreError::Conflict { .. }) => {
-                tracing::debug!(%error, "looking again");
+                tracing::debug!(%error, "reconciling again");
                 false
             }
             Err(error @ StoreError::Unavailable { .. }) => {

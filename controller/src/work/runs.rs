@@ -46,7 +46,7 @@ impl Runner {
                 outcome
             }
             Err(error) => {
-                tracing::error!(%error, "no random numbers");
+                tracing::error!(%error, "cannot get random numbers");
                 RunOutcome::Failed
             }
         };

@@ -70,7 +70,7 @@ pub enum BundleError {
     #[error("the private key does not belong to the certificate: {0}")]
     Pair(String),
     /// The identity is of another cluster than the CAs.
-    #[error("the certificate is of another cluster than the trust list")]
+    #[error("the certificate and the trust list belong to different clusters")]
     Cluster,
 }
 

@@ -73,7 +73,7 @@ pub enum TokenError {
     #[error("{TOKENS_MAX} join tokens are open: wait until some expire")]
     TooMany,
     /// The system has no random numbers.
-    #[error("the system has no random numbers")]
+    #[error("cannot get random numbers from the system")]
     Random,
 }
 

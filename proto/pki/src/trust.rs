@@ -99,7 +99,7 @@ pub enum TrustError {
     #[error("{0} CA certificates are given: a cluster has 1 to {AUTHORITIES_MAX}")]
     Authorities(usize),
     /// More than fit.
-    #[error("{0} certificates are revoked: at most {REVOKED_MAX} can be")]
+    #[error("{0} certificates are revoked: the maximum is {REVOKED_MAX}")]
     TooManyRevoked(usize),
     /// Signature, dates or usages are wrong.
     #[error("the certificate of the peer is not valid: {0}")]

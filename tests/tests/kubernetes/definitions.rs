@@ -48,7 +48,7 @@ fn definitions_are_upgraded_with_the_objects_in_them() -> Result<()> {
     let refusal = cluster.refuses_to_start()?;
     let is_named = LATER.iter().any(|(_, part, field)| refusal.contains(&format!(".{part}.{field}")));
     ensure!(
-        is_named && refusal.contains("first shorthorn-controller crds | kubectl apply -f -"),
+        is_named && refusal.contains("first run shorthorn-controller crds | kubectl apply -f -"),
         "{refusal}"
     );
 

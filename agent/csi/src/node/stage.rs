@@ -141,7 +141,7 @@ fn mount_at(
         // The file system is smaller than the device, and works: a caller that expands it gets the reason.
         tracing::warn!(
             device = %device.path.display(),
-            "the file system does not grow to its device: {error}"
+            "the file system was not grown to the size of its device: {error}"
         );
     }
     Ok(())

@@ -27,7 +27,7 @@ impl Serving<'_> {
     pub(super) fn resynced(&mut self) {
         let Some(meter) = self.copies.end_resync() else { return };
         let (bytes, seconds) = (meter.total_bytes(), meter.elapsed().as_secs_f64());
-        tracing::info!(volume = %self.spec.volume, bytes, seconds, "the members are equal");
+        tracing::info!(volume = %self.spec.volume, bytes, seconds, "resync complete: the members are equal");
         self.publish(|engine| engine.resync = None);
     }
 

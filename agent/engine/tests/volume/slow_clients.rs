@@ -11,7 +11,7 @@ use crate::volume::Volume;
 /// A slot is full with that, and far more than a socket holds.
 const LENGTH: usize = 1 << 20;
 const KEPT: &str = "keeping memory: data of a client is in transit";
-const GIVEN_BACK: &str = "memory of large requests is given back";
+const GIVEN_BACK: &str = "memory of large requests is released";
 
 /// Returns data without two equal blocks, and without a block of zeroes.
 fn pattern(seed: u32) -> Vec<u8> {

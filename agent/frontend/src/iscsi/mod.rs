@@ -197,7 +197,7 @@ pub fn remove_iscsi_leftovers(volume: &VolumeName, device_dir: &Path) -> Result<
         let is_alive = session.as_ref().is_some_and(IscsiSession::is_logged_in)
             && read_once(device_path(disk), DEAD_LIMIT).is_ok();
         if is_alive {
-            let reason = "another process serves it; stop that one first".to_owned();
+            let reason = "another process serves it; stop that process first".to_owned();
             return Err(FrontendError::Refused { action: action(), reason });
         }
         tracing::warn!(%volume, disk, "iscsi: removing an old disk");

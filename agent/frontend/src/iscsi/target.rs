@@ -86,7 +86,7 @@ impl TargetFiles {
         if let Err(error) = fs::remove_dir_all(&self.directory)
             && error.kind() != io::ErrorKind::NotFound
         {
-            tracing::warn!(directory = %self.directory.display(), %error, "files of an iSCSI target stay");
+            tracing::warn!(directory = %self.directory.display(), %error, "cannot remove files of a target");
         }
     }
 
@@ -333,7 +333,7 @@ impl TargetServer {
 pub(super) fn reap(mut child: Child) {
     let reaper = thread::Builder::new().name("reaper".into()).spawn(move || child.wait());
     if let Err(error) = reaper {
-        tracing::debug!(%error, "no thread to wait for tgtd: it stays a zombie after its end");
+        tracing::debug!(%error, "cannot wait for tgtd: tgtd stays a zombie after its end");
     }
 }
 

@@ -202,7 +202,7 @@ impl Connection {
             return None;
         }
         let shared = self.stream.share();
-        shared.inspect_err(|error| tracing::warn!(%error, "nbd: a connection can not be handed over")).ok()
+        shared.inspect_err(|error| tracing::warn!(%error, "nbd: a connection cannot be handed over")).ok()
     }
 
     /// Asks for more bytes; while parking, only for those `missing` of the request that has begun.

@@ -143,7 +143,7 @@ fn recover_or_clear(spec: &FrontendSpec, backend: &str) -> Result<Option<u32>, F
         if recovered.is_some() {
             return Ok(recovered);
         }
-        tracing::warn!(volume = %spec.volume, ?previous, "nbd: the device is gone; a new one is made");
+        tracing::warn!(volume = %spec.volume, ?previous, "nbd: the device is gone; creating a new one");
     }
     for index in found {
         clear(&spec.volume, &spec.device_dir, index)?;
@@ -176,7 +176,7 @@ fn clear(volume: &VolumeName, device_dir: &Path, index: u32) -> Result<(), Front
     let action = || format!("remove {}, the old NBD device of {volume}", path.display());
     let refuse = |reason: String| Err(FrontendError::Refused { action: action(), reason });
     match sysfs::read_once(path.clone(), DEAD_LIMIT) {
-        Ok(()) => return refuse("another process serves it; stop that one first".into()),
+        Ok(()) => return refuse("another process serves it; stop that process first".into()),
         Err(error) => {
             tracing::warn!(%volume, index, %error, "nbd: removing an old device")
         }

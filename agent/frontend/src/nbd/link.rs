@@ -133,7 +133,7 @@ pub(super) fn spawn_reconnect(
                     tracing::warn!(
                         device = device.index,
                         %error,
-                        "nbd: a broken connection can not be replaced yet"
+                        "nbd: a broken connection cannot be replaced yet"
                     );
                 }
             }

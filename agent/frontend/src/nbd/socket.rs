@@ -417,7 +417,9 @@ fn refuse_taken_path(path: &Path) -> Result<(), FrontendError> {
     loop {
         match connect_to(path).and_then(|client| is_served(&client, deadline)) {
             Ok(false) => {}
-            Ok(true) | Err(Error::EAGAIN) => return taken("another process serves it; stop that one first"),
+            Ok(true) | Err(Error::EAGAIN) => {
+                return taken("another process serves it; stop that process first");
+            }
             Err(Error::ECONNREFUSED | Error::ENOENT) => return Ok(()),
             Err(error) => return Err(system(format!("connecting to {}", path.display()), error.into())),
         }

@@ -52,7 +52,7 @@ impl DeviceEvents {
         if let Err(error) = &monitor {
             tracing::warn!(
                 %error,
-                "no events of block devices: looking at them every {POLL_INTERVAL:?} instead"
+                "cannot receive events of block devices: polling every {POLL_INTERVAL:?} instead"
             );
         }
         DeviceEvents { monitor: monitor.ok(), has_udev }

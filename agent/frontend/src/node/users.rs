@@ -45,7 +45,7 @@ pub fn in_use(path: &Path) -> Option<String> {
                 device_at(path).map(|device| KernelFiles::default().users(device)).unwrap_or_default();
             Some(if users.is_empty() { "opened exclusively".to_owned() } else { listed(&users) })
         }
-        Err(error) => Some(format!("perhaps: {} can not be opened: {error}", path.display())),
+        Err(error) => Some(format!("perhaps: {} cannot be opened: {error}", path.display())),
     }
 }
 

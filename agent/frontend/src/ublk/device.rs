@@ -113,7 +113,7 @@ fn assemble(
         Ok(opened) => Arc::new(opened),
         Err(error) => {
             if !recovered && let Err(second) = delete(&mut control, info.id, &spec.device_dir) {
-                tracing::warn!(%second, "a ublk device that could not be set up stays");
+                tracing::warn!(%second, "a ublk device that could not be set up was not removed");
             }
             return Err(error);
         }

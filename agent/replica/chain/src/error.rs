@@ -96,8 +96,9 @@ pub enum ChainError {
     /// The image of a removed layer's only child is missing, for an unknown reason.
     #[error(
         "{image} is missing, but {needed_by} needs it; its parent {parent} is marked as removed. Either a \
-         Longhorn purge stopped between folding it into {parent} and renaming that, or the file was lost. If \
-         a purge was running, rename {parent} to {image}; else rebuild the replica from another one"
+         Longhorn purge stopped after it had folded {image} into {parent} and before it renamed {parent}, or \
+         the file was lost. If a purge was running, rename {parent} to {image}; else rebuild the replica \
+         from another one"
     )]
     AmbiguousFold {
         /// Name of the image file that the chain lacks.
@@ -235,7 +236,8 @@ pub enum ChainError {
     BadSize(u64),
     /// No number is free for a new head.
     #[error(
-        "every head number from 000 to 999 is taken: move the files that do not belong to the chain away"
+        "every head number from 000 to 999 is in use: move files that do not belong to the chain out of the \
+         directory"
     )]
     NoHeadNumber,
 }

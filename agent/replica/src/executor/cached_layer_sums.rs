@@ -38,7 +38,7 @@ impl CachedLayerSums {
                     tracing::warn!(
                         image,
                         reason,
-                        "the checksums of a snapshot are damaged and ignored; a scrub makes those again on \
+                        "the checksums of a snapshot are damaged and ignored; a scrub recomputes those on \
                          which all members agree"
                     );
                     None

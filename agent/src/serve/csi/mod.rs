@@ -205,7 +205,7 @@ impl CsiDriver {
             if !csi.is_there() || !registration.is_there() {
                 tracing::warn!(
                     root = %root.display(),
-                    "a socket of the CSI driver was removed: it is made again"
+                    "a socket of the CSI driver was removed: creating it again"
                 );
                 return Ok(());
             }

@@ -70,7 +70,7 @@ pub(super) fn remove_trash(disk: &Path) {
         if entry.file_name().to_str().is_some_and(is_trash) {
             let path = entry.path();
             match remove_tree(&path) {
-                Ok(()) => tracing::info!("{}: deleted, as was begun earlier", path.display()),
+                Ok(()) => tracing::info!("{}: completed an interrupted deletion", path.display()),
                 Err(error) => tracing::warn!("{}: {error}", path.display()),
             }
         }

@@ -21,7 +21,7 @@ pub async fn keep_swept(disks: Arc<Disks>, limits: TrashLimits, mut stopping: wa
             Ok(())
         });
         if let Err(error) = swept.await {
-            tracing::warn!("the trash is not swept: {error}");
+            tracing::warn!("cannot clean up the trash: {error}");
         }
         tokio::select! {
             () = tokio::time::sleep(SWEEP_EVERY) => {}

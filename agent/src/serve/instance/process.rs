@@ -87,7 +87,7 @@ pub async fn request_end(id: &InstanceId, paths: &InstancePaths, command: &Proce
     match control_watch::request(&control, command).await {
         Ok(()) => true,
         Err(error) => {
-            tracing::info!(instance = %id, ?command, "cannot be asked: {}: {error}", control.display());
+            tracing::info!(instance = %id, ?command, "does not answer: {}: {error}", control.display());
             false
         }
     }

@@ -114,7 +114,7 @@ impl DataNetwork {
         match &mut self.netlink {
             Some(netlink) => {
                 if let Err(error) = netlink.changed().await {
-                    tracing::warn!("changes of the network are noticed late: {error}");
+                    tracing::warn!("cannot watch the network, so changes are noticed late: {error}");
                     self.netlink = None;
                 }
             }

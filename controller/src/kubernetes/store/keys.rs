@@ -138,7 +138,7 @@ impl VolumeKeys {
                 let fingerprint = keys.fingerprint();
                 tracing::warn!(
                     fingerprint,
-                    "Secret {KEY_NAME} is made: back it up, no volume can be used without it"
+                    "Secret {KEY_NAME} was created: back it up, no volume can be used without it"
                 );
                 Ok(keys)
             }

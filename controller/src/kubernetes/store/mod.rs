@@ -64,7 +64,7 @@ pub enum StoreOpenError {
     /// The API server would drop fields that this release stores.
     #[error(
         "the definition {definition} of the API server is older than this controller, and would drop \
-         {lacking}: first shorthorn-controller crds | kubectl apply -f -"
+         {lacking}: first run shorthorn-controller crds | kubectl apply -f -"
     )]
     OldDefinition {
         /// Name of the CustomResourceDefinition in the API server.
@@ -101,8 +101,8 @@ pub enum StoreOpenError {
     /// The Secret has a key that volumes were not made with.
     #[error(
         "Secret {KEY_NAME} has the key {present}, and {count} volumes, such as {volume}, need the key \
-         {needed}: restore that from a backup (docs/backup.md). With this one no engine of theirs reaches \
-         its replicas"
+         {needed}: restore that key from a backup (docs/backup.md). With the present key, engines of these \
+         volumes cannot reach their replicas"
     )]
     OtherKey {
         /// The number of volumes that need another one.
@@ -115,7 +115,7 @@ pub enum StoreOpenError {
         present: String,
     },
     /// The operating system gives no random numbers.
-    #[error("no random numbers for Secret {KEY_NAME}: {0}")]
+    #[error("cannot get random numbers for Secret {KEY_NAME}: {0}")]
     Random(getrandom::Error),
 }
 

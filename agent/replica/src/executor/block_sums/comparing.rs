@@ -52,10 +52,12 @@ impl BlockSums {
     pub fn report_rotten(&mut self, block: ByteRange) {
         self.rotten += 1;
         if self.rotten <= REPORTED_ROTTEN_MAX {
-            tracing::error!(%block, "a block is not as it was stored: the disk has lost or changed it");
+            tracing::error!(%block, "a block differs from its checksum: the disk has lost or changed it");
         }
         if self.rotten == REPORTED_ROTTEN_MAX {
-            tracing::error!("more blocks that are not as they were stored are answered but not logged");
+            tracing::error!(
+                "more blocks differ from their checksums; these errors are answered but not logged"
+            );
         }
     }
 
