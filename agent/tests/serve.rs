@@ -142,7 +142,9 @@ async fn delete_replicas(node: &Node, client: &mut NodeClient<Channel>) {
         let early = client.delete_replica(request()).await.unwrap_err();
         assert_eq!(early.code(), Code::FailedPrecondition);
         let other = v1::DeleteReplicaRequest { disk_uuid: "another".into(), ..request() };
-        assert!(client.delete_replica(other).await.unwrap_err().message().contains("disk another is meant"));
+        assert!(
+            client.delete_replica(other).await.unwrap_err().message().contains("disk another is expected")
+        );
         client.stop_instance(stop(InstanceKind::Replica, &format!("v1-{id}"), 0)).await.unwrap();
         client.delete_replica(request()).await.unwrap();
         client.delete_replica(request()).await.unwrap();

@@ -63,7 +63,7 @@ fn a_node_is_set_up_by_one_command_that_can_be_repeated() {
     let host = Host::new("");
     let output = host.setup(&[]);
     let shown = text(&output);
-    for step in ["made the directory", "wrote ", "enabled and started"] {
+    for step in ["created the directory", "wrote ", "enabled and started"] {
         assert!(shown.contains(step), "{step} is missing: {shown}");
     }
     // The checks of this host end it: their worst finding is the exit code, and 1 a warning.
@@ -79,7 +79,7 @@ fn a_node_is_set_up_by_one_command_that_can_be_repeated() {
     assert_eq!(host.calls(), CALLS);
 
     let shown = text(&host.setup(&[]));
-    assert!(shown.contains("has these settings already") && !shown.contains("made the"), "{shown}");
+    assert!(shown.contains("has these settings already") && !shown.contains("created the"), "{shown}");
     assert_eq!(host.config(), config);
     assert_eq!(host.calls(), [CALLS, CALLS].concat());
 }
@@ -91,7 +91,7 @@ fn a_dry_run_changes_nothing() {
     let shown = text(&output);
     assert!(output.status.success(), "{shown}");
     for step in
-        ["would make the directory", "would write", "    listen = [", "join the cluster of 192.0.2.10"]
+        ["would create the directory", "would write", "    listen = [", "join the cluster of 192.0.2.10"]
     {
         assert!(shown.contains(step), "{step} is missing: {shown}");
     }

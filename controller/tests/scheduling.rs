@@ -265,7 +265,7 @@ async fn a_rebalance_moves_a_few_replicas_at_a_time() {
     cluster.ok(&["node", "uncordon", "c"]).await;
 
     let text = cluster.ok(&["rebalance", "--dry-run"]).await;
-    assert!(text.contains("0 replicas are on their way, 2 more would be better elsewhere"), "{text}");
+    assert!(text.contains("0 replicas are being moved, 2 more would be better elsewhere"), "{text}");
     assert!(text.contains("Not checked: 1 volumes, not attached"), "{text}");
     let (code, text) = cluster.fails(&["rebalance", "nowhere"]).await;
     assert!(code == 3 && text.contains("no volume nowhere"), "{text}");

@@ -150,7 +150,7 @@ fn is_unused(path: &Path, meta: &fs::Metadata) -> Result<bool, CsiError> {
 }
 
 fn not_empty(path: &Path) -> CsiError {
-    let hint = "no volume is mounted there, and something has written to it: move that away";
+    let hint = "no volume is mounted there, but the directory has content: move the content away";
     CsiError::Precondition(format!("{} is not empty: {hint}", path.display()))
 }
 

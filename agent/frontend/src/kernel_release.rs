@@ -21,7 +21,7 @@ pub fn ublk_deny_reason(release: &str) -> Option<String> {
         return None;
     };
     Some(format!(
-        "the kernel {release} crashes when a ublk device is made (fixed by commit 011af85ccd87); {fix}"
+        "the kernel {release} crashes when a ublk device is created (fixed by commit 011af85ccd87); {fix}"
     ))
 }
 

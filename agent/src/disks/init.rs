@@ -145,7 +145,8 @@ fn make(disk: &PlannedDisk, options: InitOptions) -> anyhow::Result<()> {
         run(Command::new("wipefs").args(["--all", "--types", disk.filesystem.as_str()]).arg(&path))?;
     }
     let (program, arguments) = disk.filesystem.make(&disk.uuid, &path);
-    run(Command::new(program).args(&arguments)).with_context(|| format!("{shown}: no file system was made"))
+    run(Command::new(program).args(&arguments))
+        .with_context(|| format!("{shown}: no file system was created"))
 }
 
 /// Checks that a mount hides nothing. The device may be mounted there already. `missing`: the mount of

@@ -101,7 +101,7 @@ impl NodeClaim {
         }
         if present != from {
             return Err(NodeError::Precondition(format!(
-                "this node belongs to cluster {present:?}, not to {from:?}: only its present cluster can \
+                "this node belongs to cluster {present:?}, not to {from:?}: only its current cluster can \
                  hand it over"
             )));
         }

@@ -161,7 +161,7 @@ impl Disks {
         match read_identity(path) {
             Ok(Some(found)) if uuid.is_empty() || found.disk_uuid == uuid => Ok(()),
             Ok(Some(found)) => Err(NodeError::Precondition(format!(
-                "{at} is disk {}, and disk {uuid} is meant: mount that one there",
+                "{at} is disk {}, but disk {uuid} is expected: mount that disk there",
                 found.disk_uuid
             ))),
             Ok(None) => Err(NodeError::Precondition(format!(
@@ -203,7 +203,8 @@ impl Disks {
     pub fn remove(&self, path: &Path) -> Result<(), NodeError> {
         if self.configured.iter().any(|known| known == path) {
             return Err(NodeError::Precondition(format!(
-                "{} is a disk of the agent's configuration: take it out of that, and start the agent again",
+                "{} is a disk of the agent's configuration: remove it from the configuration, and restart \
+                 the agent",
                 path.display()
             )));
         }
@@ -343,7 +344,7 @@ mod tests {
         disks.check(&disk, &uuid).unwrap();
         disks.check(&disk, "").unwrap();
         let refused = |uuid: &str| disks.check(&disk, uuid).unwrap_err();
-        assert!(matches!(refused("u-2"), NodeError::Precondition(text) if text.contains("u-2 is meant")));
+        assert!(matches!(refused("u-2"), NodeError::Precondition(text) if text.contains("u-2 is expected")));
         assert!(disks.trash(NO_TRASH).problems.is_empty());
         // The state when it is unmounted.
         fs::remove_file(disk.join(IDENTITY_FILE)).unwrap();

@@ -130,7 +130,7 @@ fn rewrite(store: &mut Store, directory: &Path, replica: ReplicaId, attach: u64)
         directory = %directory.display(),
         attach,
         ?before,
-        "salvaged: this replica alone is the volume now"
+        "salvaged: the volume continues from this replica alone"
     );
     Ok(())
 }

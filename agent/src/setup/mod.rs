@@ -85,7 +85,7 @@ impl Setup<'_> {
     /// Says which steps would be taken.
     fn show(&self, plan: &Plan) -> anyhow::Result<()> {
         for disk in self.config.disks.iter().filter(|disk| !disk.exists()) {
-            say(format_args!("would make the directory {}", disk.display()))?;
+            say(format_args!("would create the directory {}", disk.display()))?;
         }
         if let Plan::Write(text) = plan {
             say(format_args!("would write {}:", self.file.display()))?;
@@ -106,7 +106,7 @@ impl Setup<'_> {
         for disk in self.config.disks.iter().filter(|disk| !disk.exists()) {
             let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(disk);
             made.with_context(|| disk.display().to_string())?;
-            say(format_args!("made the directory {}", disk.display()))?;
+            say(format_args!("created the directory {}", disk.display()))?;
         }
         Ok(())
     }

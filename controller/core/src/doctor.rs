@@ -64,7 +64,7 @@ pub fn examine(cluster: &ClusterState, agents: &Agents, controller: ControllerIn
         ("agent-versions", "agents are of the controller's version", doctor.agent_versions()),
         ("engine-versions", "engines run the installed program", doctor.engine_versions()),
         ("hosts", "agents report no warnings", doctor.warnings()),
-        ("frontends", "nodes can make devices", doctor.frontends()),
+        ("frontends", "nodes can create devices", doctor.frontends()),
         ("data-addresses", "nodes reach each other's replicas", doctor.data_addresses()),
         ("disks", "disks can be used and have room", doctor.disks()),
         ("places", "replicas have places", doctor.places()),
@@ -211,7 +211,7 @@ impl<'a> Doctor<'a> {
             }
             let reasons: Vec<String> =
                 devices.by_ref().map(|frontend| format!("{}: {}", frontend.name, frontend.reason)).collect();
-            let message = format!("node {name} can make no device ({})", reasons.join("; "));
+            let message = format!("node {name} cannot create devices ({})", reasons.join("; "));
             let fix =
                 format!("modprobe ublk_drv || modprobe nbd || apt install tgt open-iscsi  # on node {name}");
             Some(warned(message, fix))
@@ -312,8 +312,7 @@ impl<'a> Doctor<'a> {
             if open < wanted {
                 findings.push(warned(
                     format!(
-                        "{open} nodes take replicas, but volume {name} wants {wanted} on different \
-                     nodes"
+                        "{open} nodes accept replicas, but volume {name} wants {wanted} on different nodes"
                     ),
                     "shorthornctl node list  # uncordon or add nodes: a lost replica could not be replaced"
                         .to_owned(),

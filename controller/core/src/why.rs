@@ -418,7 +418,9 @@ impl Explainer<'_> {
         self.say(format!("{at} is missing{}{}.", since.unwrap_or_default(), self.reason(replica)));
         if let Some(left) = self.replaced_in(replica) {
             let left = duration(left.as_secs());
-            self.say(format!("The controller replaces it in {left}, unless it comes back before."));
+            self.say(format!(
+                "The controller replaces the replica in {left}, unless it comes back before then."
+            ));
         }
         let (name, node) = (&replica.metadata.name, &replica.spec.node_id);
         if self.silence(node).is_some() {

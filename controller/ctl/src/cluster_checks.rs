@@ -35,10 +35,10 @@ pub(super) async fn examine(cluster: &ClusterAccess) -> Vec<CheckOutput> {
     let checks = [
         ("lease", "a controller leads", lease(cluster).await),
         ("pods", "another controller can take over", pods(cluster).await),
-        ("definitions", "the definitions keep all that is stored", definitions(cluster).await),
+        ("definitions", "the CRDs keep all stored fields", definitions(cluster).await),
         ("driver", "Kubernetes knows the driver", driver(cluster).await),
-        ("storage-class", "a StorageClass makes volumes", storage_class(cluster).await),
-        ("deletion-guard", "volumes are not deleted by mistake", deletion_guard(cluster).await),
+        ("storage-class", "a StorageClass uses the driver", storage_class(cluster).await),
+        ("deletion-guard", "the deletion guard is installed", deletion_guard(cluster).await),
     ];
     let checks = checks.into_iter().map(|(name, title, found)| {
         let found = found.unwrap_or_else(|why| {
@@ -119,7 +119,7 @@ async fn definitions(cluster: &ClusterAccess) -> Result<CheckFinding, String> {
         }
     }
     Ok((!lacking.is_empty()).then(|| {
-        let message = format!("the definitions lack {}", lacking.join(", "));
+        let message = format!("the CRDs lack {}", lacking.join(", "));
         (CheckOutcome::Failed, message, "shorthorn-controller crds | kubectl apply -f -".to_owned())
     }))
 }

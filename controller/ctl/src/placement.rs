@@ -52,7 +52,7 @@ pub(super) fn sentence(volume: &v1::Volume) -> String {
     let is_attached = volume.known_state() == Some(VolumeState::Attached);
     let when = if is_attached { "in succession" } else { "once it is attached" };
     match has.cmp(&wanted) {
-        std::cmp::Ordering::Less => text.push_str(&format!("; {} are made {when}", wanted - has)),
+        std::cmp::Ordering::Less => text.push_str(&format!("; {} are created {when}", wanted - has)),
         std::cmp::Ordering::Greater => text.push_str(&format!("; {} are removed {when}", has - wanted)),
         std::cmp::Ordering::Equal => {}
     }
@@ -223,7 +223,7 @@ mod tests {
         volume.node_selector = vec!["fast".to_owned()];
         assert_eq!(
             sentence(&volume),
-            "volume v should have 3 replicas, on nodes with fast; 1 are made once it is attached"
+            "volume v should have 3 replicas, on nodes with fast; 1 are created once it is attached"
         );
     }
 

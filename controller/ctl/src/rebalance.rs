@@ -97,7 +97,7 @@ async fn until_even(
 pub(super) fn describe(answer: &v1::RebalanceResponse) -> String {
     let (begun, moves) = (count_begun(answer), answer.moves.len());
     let mut text = format!(
-        "{} replicas are on their way, {} more would be better elsewhere",
+        "{} replicas are being moved, {} more would be better elsewhere",
         answer.under_way.len() + begun,
         moves - begun
     );

@@ -90,8 +90,8 @@ impl Goal {
             _ if reached => GoalState::Reached,
             // Only more nodes or disks help, or the deletion of another volume: waiting is of no use.
             Some(message) if matches!(self, Goal::Created) => GoalState::Never(format!(
-                "no place for the replicas of volume {}: {message}. The controller makes it as soon as a \
-                 place is free; shorthornctl volume delete {} gives it up",
+                "no place for the replicas of volume {}: {message}. The controller creates the volume as \
+                 soon as its replicas can be scheduled; shorthornctl volume delete {} cancels that",
                 volume.name, volume.name
             )),
             _ => GoalState::NotYet,

@@ -32,7 +32,7 @@ impl CreateRequest {
         let volume = csi::volume_name(&request.name).map_err(|error| CsiError::Invalid(error.to_string()))?;
         arguments::all_usable(request.volume_capabilities)?;
         if request.volume_content_source.is_some() {
-            let message = "volume_content_source: volumes cannot be made of snapshots or other volumes";
+            let message = "volume_content_source: volumes cannot be created from snapshots or other volumes";
             return Err(CsiError::Invalid(message.into()));
         }
         let range = size_range(request.capacity_range)?;

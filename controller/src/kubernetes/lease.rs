@@ -175,7 +175,7 @@ impl Leadership {
                 // Perhaps an earlier renewal came through of which no answer came.
                 match bounded(self.leases.get_opt(LEASE_NAME)).await? {
                     Some(found) if holder(&found) == self.identity => self.held = found,
-                    Some(found) => return Ok(Some(format!("{} has taken the Lease", holder(&found)))),
+                    Some(found) => return Ok(Some(format!("{} has acquired the Lease", holder(&found)))),
                     None => return Ok(Some("the Lease was deleted".to_owned())),
                 }
             }

@@ -92,7 +92,7 @@ impl LeaseThread {
                 LeaseState::Waiting(error) => looked(error),
                 LeaseState::Held(number) => return Ok(number),
                 LeaseState::Lost(reason) => return Err(reason),
-                LeaseState::Released => return Err("the Lease was given back".to_owned()),
+                LeaseState::Released => return Err("the Lease was released".to_owned()),
             }
             if self.state.changed().await.is_err() {
                 return Err(ENDED.to_owned());

@@ -141,7 +141,7 @@ impl Restager {
         let cluster = self.store.state();
         for volume in volumes {
             let about = Key::new(Kind::Volume, volume);
-            let message = format!("pod {} on node {node} is ended, as the device is gone under it", pod.name);
+            let message = format!("pod {} on node {node} is ended, because its device is gone", pod.name);
             if let Some(uid) = cluster.uid(&about) {
                 self.events.record(&Event { about, warning: true, reason: ENDED, message }, Some(uid));
             }

@@ -121,7 +121,7 @@ impl ControllerTls for TlsApi {
         let v1::CreateJoinTokenRequest { node_name, ttl_s } = request.into_inner();
         let ttl_s = if ttl_s == 0 { TTL_SECONDS } else { ttl_s };
         if ttl_s > TTL_MAX_SECONDS {
-            return Err(Status::invalid_argument("a join token lives for at most 30 days"));
+            return Err(Status::invalid_argument("a join token is valid for at most 30 days"));
         }
         let node = Some(node_name.as_str()).filter(|name| !name.is_empty());
         let created = self.0.change(|authority| authority.create_token(node, ttl_s, now())).await;

@@ -74,7 +74,7 @@ impl Serving<'_> {
                 format!("; connections break often: stays out for {} ms", pause.as_millis())
             }
             RebuildDelay::Out => format!(
-                "; late {times} times: stays out until a scrub is ordered, half of the other replicas are \
+                "; late {times} times: stays out until a scrub is requested, half of the other replicas are \
                  lost, or the volume is attached again"
             ),
         };

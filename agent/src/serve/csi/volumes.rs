@@ -84,7 +84,7 @@ fn condition(instance: &v1::Instance, engine: &v1::EngineStatus) -> VolumeHealth
     let others = engine.members.iter().filter(|one| !is_member(one));
     let others: Vec<String> =
         others.map(|one| format!("{} is {}", one.replica_id, one.known_mode().as_str())).collect();
-    VolumeHealth::Degraded(format!("{members} of {all} replicas have everything; {}", others.join(", ")))
+    VolumeHealth::Degraded(format!("{members} of {all} replicas have all data; {}", others.join(", ")))
 }
 
 #[cfg(test)]

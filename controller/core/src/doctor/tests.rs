@@ -123,7 +123,7 @@ fn each_check_of_disks_finds_its_problem_and_names_the_remedy() {
         |example| example.node("c").spec.allow_scheduling = false,
         "places",
         Warned,
-        &["2 nodes take replicas", "wants 3"],
+        &["2 nodes accept replicas", "wants 3"],
     );
 }
 

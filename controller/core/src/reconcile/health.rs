@@ -40,7 +40,8 @@ pub(super) fn attached(volume: &Volume, engine: &Engine, replicas: &[&Replica]) 
         Some(EnginePhase::Serving) => members(volume, engine, replicas),
         Some(EnginePhase::Frozen) => {
             let message = format!(
-                "the engine has lost its quorum and serves nothing ({}); bring the missing replicas back: {}",
+                "the engine has lost its quorum and does not serve requests ({}); bring the missing replicas \
+                 back: {}",
                 said(status),
                 missing(engine, replicas)
             );

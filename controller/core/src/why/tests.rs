@@ -192,7 +192,7 @@ fn volumes_that_serve() {
         "(1 min 0 s ago)",
         "the node is silent",
         "connection refused",
-        "The controller replaces it in 9 min 0 s",
+        "The controller replaces the replica in 9 min 0 s",
         "shorthorn-agent running",
     ];
     check("waiting for a replica", &case, false, &words);

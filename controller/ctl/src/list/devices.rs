@@ -31,7 +31,7 @@ pub(crate) fn devices(nodes: Vec<v1::NodeDevices>, all: bool) -> List {
         warnings.push(format!("devices that do not fit: {hidden}; --all shows them with the reasons"));
     }
     let entries = devices.into_iter().filter(|(_, device)| is_shown(device)).map(entry).collect();
-    let if_empty = "No device may become a disk.";
+    let if_empty = "No device can be used as a disk.";
     List { columns: &COLUMNS, entries, if_empty, warnings }
 }
 

@@ -29,7 +29,7 @@ pub(super) fn list(volumes: Vec<v1::Volume>) -> List {
     List {
         columns: &COLUMNS,
         entries: volumes.into_iter().map(entry).collect(),
-        if_empty: "No volumes. Make one: shorthornctl volume create NAME --size 10GiB",
+        if_empty: "No volumes. Create one: shorthornctl volume create NAME --size 10GiB",
         warnings: Vec::new(),
     }
 }

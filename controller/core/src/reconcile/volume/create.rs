@@ -12,8 +12,8 @@ use crate::reconcile::{Context, SPACE_CHECK, waiting_volumes};
 use crate::scheduler::{self, Placement, PlacementRefusal, PlacementRequest};
 
 /// The message of a volume whose undeletion was interrupted.
-const UNDELETING: &str =
-    "the volume comes back from the trash; if that does not end, shorthornctl volume undelete it again";
+const UNDELETING: &str = "the volume is being restored from the trash; if that does not complete, run \
+                          shorthornctl volume undelete again";
 
 impl VolumeReconciler<'_> {
     /// Makes the engine object and gives every replica a place.
@@ -52,8 +52,8 @@ impl VolumeReconciler<'_> {
             } else {
                 let placed = self.objects.replicas().len();
                 let message = format!(
-                    "{placed} of {wanted} replicas are placed: on {nodes}; the others are made once the \
-                     volume is attached and a place is free"
+                    "{placed} of {wanted} replicas are placed: on {nodes}; the others are created once the \
+                     volume is attached and they can be scheduled"
                 );
                 self.actions.emit(true, "ScheduledDegraded", message);
             }

@@ -82,9 +82,9 @@ impl VolumeReconciler<'_> {
         match obstacle {
             Some(obstacle) => Finding::wrong("Expanding", obstacle),
             _ if self.status.decided().state == VolumeState::Attached => {
-                Finding::wrong("Expanding", "the replicas and the device are being made larger")
+                Finding::wrong("Expanding", "the replicas and the device are being expanded")
             }
-            _ => Finding::wrong("Expanding", "the replicas are made larger when the volume is attached"),
+            _ => Finding::wrong("Expanding", "the replicas are expanded when the volume is attached"),
         }
     }
 }

@@ -304,14 +304,14 @@ impl<'a> VolumeReconciler<'a> {
         let why = match (lost, evicted) {
             (Some(lost), _) => format!("{} is away", at(lost)),
             (None, Some(evicted)) => match drain::eviction_reason(self.context.cluster, evicted) {
-                Some(EvictionReason::Disk) => format!("{} is to leave its disk", at(evicted)),
+                Some(EvictionReason::Disk) => format!("{} has to leave its disk", at(evicted)),
                 Some(EvictionReason::Location) => format!("better placement than that of {}", at(evicted)),
                 Some(EvictionReason::Deleted) => format!("{} was deleted", at(evicted)),
-                _ => format!("{} is to leave its node", at(evicted)),
+                _ => format!("{} has to leave its node", at(evicted)),
             },
             (None, None) => "the volume has fewer than configured".to_owned(),
         };
-        let message = format!("a new replica is made on {}: {why}", placement.node);
+        let message = format!("a new replica is created on {}: {why}", placement.node);
         self.actions.emit(false, "ReplicaReplaced", message);
         let id = ReplicaId::from_random(self.context.random[0]);
         self.write_replica(placement, id, DesireState::Running);

@@ -33,8 +33,8 @@ impl VolumeReconciler<'_> {
         }
         let message = format!(
             "a replica was opened for attachment {refused}, and the store knows of {attach} only: it was \
-             restored from a backup. The next attachment is {next}; nothing is granted until it is served by \
-             more than half of the replicas"
+             restored from a backup. The next attachment is {next}; the arbiter grants no view until more \
+             than half of the replicas serve that attachment"
         );
         self.actions.emit(true, "RecordStale", message.clone());
         self.set_settled(Finding::wrong("RecordStale", message));

@@ -42,7 +42,8 @@ impl VolumeReconciler<'_> {
         } else {
             &chosen.status.message
         };
-        let message = format!("replica {name} on {node} is about to become the volume: {said}");
+        let message =
+            format!("replica {name} on {node} is about to become the only data of the volume: {said}");
         self.set_settled(Finding::wrong("Salvaging", message));
     }
 
@@ -94,7 +95,7 @@ impl VolumeReconciler<'_> {
         self.status.complete_salvage();
         self.set_settled(Finding::Well);
         let message = format!(
-            "replica {} on {} is the volume now, as {} decided ({}); {}",
+            "replica {} on {} is now the only data of the volume, as {} decided ({}); {}",
             chosen.metadata.name, chosen.spec.node_id, salvage.by, salvage.reason, salvage.losses
         );
         self.actions.emit(true, "Salvaged", message);
