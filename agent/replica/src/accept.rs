@@ -177,7 +177,7 @@ impl Acceptor {
         Ok(Acceptor { thread, shared })
     }
 
-    /// Takes no more connections, and waits for the thread.
+    /// Stops accepting connections, and waits for the thread.
     pub fn stop(self) {
         self.shared.stopping.store(1, Ordering::Release);
         self.shared.wake();

@@ -86,8 +86,8 @@ impl EngineConnection {
         }
     }
 
-    /// Handles the completion of a receive. None if the connection is over. After an error it is of no more
-    /// use.
+    /// Handles the completion of a receive. None if the connection has ended. After an error the connection
+    /// cannot be used any more.
     pub fn on_received(&mut self, completion: Completion) -> Option<io::Result<Received>> {
         let received = self.stream.on_received(completion);
         if self.is_over {
@@ -137,8 +137,8 @@ impl EngineConnection {
         self.stream.send_owned(&header.encode(), text)
     }
 
-    /// Queues a response; `slot` has its data. After an error the connection is of no more use: the number of
-    /// the frame is gone.
+    /// Queues a response; `slot` has its data. After an error the connection cannot be used any more, because
+    /// the number of the frame was used up.
     pub fn send(&mut self, response: &Header, data: Option<IoBuf>, slot: u16) -> io::Result<()> {
         self.stream.send(&self.session.encode(response), data, Some(u32::from(slot)))
     }

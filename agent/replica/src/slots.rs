@@ -92,7 +92,7 @@ impl ConnectionSlots {
         self.pool.give(slot);
     }
 
-    /// Removes an ended connection, which waits for nothing any more.
+    /// Removes a connection that has ended from the waiting connections.
     pub fn forget(&mut self, connection: u16) {
         self.waiting.retain(|waiting| waiting.connection != connection);
     }

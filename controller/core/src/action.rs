@@ -166,7 +166,8 @@ pub struct StartEngine {
 }
 
 impl AgentCall {
-    /// Returns the instance that the call is about: its failure is shown with that one.
+    /// Returns the instance that the call is about. A failure of the call is shown in the status of that
+    /// instance.
     #[must_use]
     pub fn instance(&self) -> InstanceKey {
         match self {
@@ -238,7 +239,7 @@ pub struct Event<A = Key> {
 pub struct Decision {
     /// To be carried out in this order.
     pub actions: Vec<Action>,
-    /// Look again after this time even if nothing changes: a time limit ends then.
+    /// Reconcile again after this time even without a change, because a time limit ends then.
     pub requeue_after: Option<Duration>,
 }
 

@@ -56,7 +56,7 @@ pub struct PersistentVolume {
     pub handle: String,
     /// The phase that Kubernetes reports.
     pub phase: PersistentVolumePhase,
-    /// True if the volume is to be deleted with it.
+    /// True if the volume has to be deleted with the PersistentVolume.
     pub deletes: bool,
     /// True if it is being deleted.
     pub is_deleting: bool,

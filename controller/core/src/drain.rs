@@ -54,7 +54,7 @@ pub fn eviction_reason(cluster: &ClusterState, replica: &Replica) -> Option<Evic
     replica.spec.eviction_requested.then_some(EvictionReason::Location)
 }
 
-/// Returns true if the replica is to leave its place.
+/// Returns true if the replica has to leave its place.
 #[must_use]
 pub fn is_evicted(cluster: &ClusterState, replica: &Replica) -> bool {
     eviction_reason(cluster, replica).is_some()

@@ -42,8 +42,8 @@ impl Absent {
         Absent { out_of_sync: empty(), copied: empty(), covered: empty(), cursor: 0, stamp: Some(stamp) }
     }
 
-    /// Grows the sets with the volume. If its regions become larger, one may be copied in part: it does not
-    /// count as copied.
+    /// Grows the sets with the volume. If its regions become larger, one may be copied in part: such a region
+    /// is not marked as copied.
     fn grow(&mut self, from: Regions, to: Regions) {
         for set in [&mut self.out_of_sync, &mut self.copied, &mut self.covered] {
             *set = set.converted(from, to);
@@ -53,7 +53,7 @@ impl Absent {
         }
     }
 
-    /// Discards the covered regions after the connections are lost: a copy no longer counts.
+    /// Discards the covered regions after the connections are lost, because their copies may be lost.
     fn disconnected(&mut self) {
         self.copied.clear();
         self.covered.clear();

@@ -2,9 +2,9 @@ use shorthorn_types::limits::MAX_IO_BYTES;
 
 use crate::event::CopyLimits;
 
-/// The interval at which the bucket looks at the frontend's traffic and refills, in milliseconds.
+/// The interval at which the bucket measures the frontend's traffic and refills, in milliseconds.
 const REFILL_INTERVAL_MS: u64 = 100;
-/// After a pause no more is given out than for this time.
+/// The maximum time for which the bucket refills after a pause.
 const REFILL_MS_MAX: u64 = 1000;
 /// The minimum bandwidth of copies beside the busiest frontend, so that every copy ends.
 const SHARE_BYTES_PER_S_MIN: u64 = 4 << 20;
@@ -13,7 +13,7 @@ const SHARE_BYTES_PER_S_MIN: u64 = 4 << 20;
 #[derive(Debug)]
 pub(crate) struct Bucket {
     limits: CopyLimits,
-    /// Absent while nothing limits.
+    /// Absent while copies have no limit.
     tokens: Option<i64>,
     /// Bytes that the frontend has moved since the last refill.
     moved_bytes: u64,
@@ -35,7 +35,7 @@ impl Bucket {
         self.moved_bytes = self.moved_bytes.saturating_add(bytes);
     }
 
-    /// Returns true if `bytes` may be copied now; they are paid for then.
+    /// Returns true if `bytes` may be copied now, and takes them from the bucket.
     pub fn take(&mut self, bytes: u64) -> bool {
         let may = self.tokens.is_none_or(|tokens| tokens > 0);
         if may {
@@ -44,7 +44,8 @@ impl Bucket {
         may
     }
 
-    /// Pays for a copy that cannot wait. The debt has a bound, so that other copies continue some time.
+    /// Takes the bytes of a copy that cannot wait. The debt is bounded, so that other copies eventually
+    /// continue.
     pub fn pay(&mut self, bytes: u64) {
         if let Some(tokens) = &mut self.tokens {
             let floor = -4 * i64::from(MAX_IO_BYTES).max(signed(bytes));

@@ -112,7 +112,7 @@ impl Clearing {
         self.interval_ms.is_some()
     }
 
-    /// Requests a cycle that clears all that it can, as soon as possible.
+    /// Requests a cycle that clears as many regions as possible, to start soon.
     pub fn want_final(&mut self) {
         self.final_clearing = FinalClearing::Wanted;
     }
@@ -131,7 +131,7 @@ impl Clearing {
         self.final_clearing == FinalClearing::Wanted || self.interval_ms.is_some_and(is_over)
     }
 
-    /// Starts a cycle. Returns true if it has to clear all that it can.
+    /// Starts a cycle. Returns true if the cycle has to clear as many regions as possible.
     pub fn start_cycle(&mut self, now_ms: u64) -> bool {
         self.started_at_ms = now_ms;
         let is_final = self.final_clearing == FinalClearing::Wanted;
@@ -141,12 +141,12 @@ impl Clearing {
         is_final
     }
 
-    /// Continues a cycle that is worth it with a flush.
+    /// Continues the cycle with a flush.
     pub fn want_flush(&mut self) {
         self.phase = ClearingPhase::WantsFlush;
     }
 
-    /// Returns true if a flush has to be sent; it counts as sent to the replicas in `to` then.
+    /// Returns true if a flush has to be sent, and records it as sent to the replicas in `to`.
     pub fn take_flush(&mut self, to: PeerMask) -> bool {
         let wants = self.phase == ClearingPhase::WantsFlush;
         if wants {

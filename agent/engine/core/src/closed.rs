@@ -1,6 +1,7 @@
 use crate::membership::{PeerIndex, PeerMask};
 
-/// Per queue, the replicas whose connection is closed: the queue's buffers neither take nor give them data.
+/// Per queue, the replicas whose connection is closed: no data is transferred between the queue's buffers and
+/// these replicas.
 ///
 /// Only such a replica may be left out of a request that it has not answered. Otherwise the frontend could
 /// reuse the buffer while the connection still reads or writes it.

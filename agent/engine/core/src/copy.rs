@@ -130,7 +130,7 @@ impl Copy {
         self.rotten
     }
 
-    /// Returns the members that have reported rot in the larger piece of which this one is a part.
+    /// Returns the members that have reported rot in the larger piece that contains the current piece.
     pub fn reported(&self) -> PeerMask {
         self.reported
     }
@@ -154,7 +154,8 @@ impl Copy {
         std::mem::replace(&mut self.targets, PeerMask::NONE)
     }
 
-    /// Returns the next action after all replicas have answered the last one. It counts as taken.
+    /// Returns the next action after all replicas have answered the last one, and records the action as
+    /// taken.
     pub fn next_action(&mut self) -> CopyAction {
         if self.targets.is_empty() {
             return CopyAction::End;
@@ -284,12 +285,13 @@ impl Copy {
         self.step == CopyStep::Read && !self.is_unchecked
     }
 
-    /// Records that `peer` holds rot in the piece: another member gives it, to this one too. Returns the
-    /// range of the rot, unless it is looked for in smaller pieces first.
+    /// Records that `peer` holds rot in the piece: another member supplies the piece, to `peer` too. Returns
+    /// the range of the rot, unless it is looked for in smaller pieces first.
     pub fn found_rot(&mut self, peer: PeerIndex) -> Option<ByteRange> {
-        // Another member may hold rot in other blocks, and may have no checksum that shows it. It gives only
-        // the blocks that this one has lost. A replica that receives nothing but the block with its rot keeps
-        // its checksums. If a request has failed, others may have no space for more than the source holds.
+        // Another member may hold rot in other blocks, and may have no checksum that shows it. It supplies
+        // only the blocks that `peer` has lost. A replica that receives nothing but the block with its rot
+        // keeps its checksums. If a request has failed, others may have no space for more than the source
+        // holds.
         if self.narrow() {
             self.reported = self.reported.with(PeerMask::one(peer));
             return None;

@@ -170,7 +170,7 @@ pub enum Event {
         /// The replica that may become a member.
         peer: PeerIndex,
     },
-    /// A replica that is not in the view is given up: it counts no more. Connections to it are dropped.
+    /// A replica that is not in the view is given up: the core forgets it. Connections to it are dropped.
     Forget {
         /// The replica that is given up.
         peer: PeerIndex,
@@ -210,7 +210,7 @@ pub enum Event {
     /// The volume grows to this size; every replica that is connected has. [`Output::Expanded`] follows. A
     /// replica that becomes a member from here on has grown too.
     Expand {
-        /// The size in bytes; a size below the present one changes nothing.
+        /// The size in bytes; a size below the current one is ignored.
         size_bytes: u64,
     },
     /// The limits of copies have changed.
@@ -222,7 +222,7 @@ pub enum Event {
         /// The reason, for people.
         reason: String,
     },
-    /// The answer to [`Output::Drop`]: for this replica, nothing is read into or sent from the buffers of
+    /// The answer to [`Output::Drop`]: no data of this replica is read into or sent from the buffers of
     /// `queue` any more.
     Closed {
         /// The replica that has no connection of this queue any more.
@@ -232,8 +232,8 @@ pub enum Event {
     },
     /// The clock advances. The shell sends this at least four times a second while requests are in flight.
     Tick {
-        /// Milliseconds since any fixed point. A step of more than a second counts as one second, because the
-        /// process was paused.
+        /// Milliseconds since any fixed point. A step of more than a second is treated as one second, because
+        /// the process was paused.
         now_ms: u64,
     },
 }
@@ -335,11 +335,11 @@ pub enum Output {
         /// The set, the action and the regions.
         change: MarkRegions,
     },
-    /// The members are equal everywhere: nothing waits for that any more.
+    /// The resync is complete: the members are equal everywhere, and no request waits for it.
     Resynced,
     /// All is cleared that could be after [`Event::ClearAll`].
     ClearedAll,
-    /// The volume has this size: requests may come for all of it.
+    /// The volume has this size: requests for all of it are accepted.
     Expanded {
         /// The new size of the volume in bytes.
         size_bytes: u64,
@@ -364,8 +364,8 @@ pub enum Output {
         peer: PeerIndex,
         /// The range that contains the rot.
         range: ByteRange,
-        /// True if no other member could give the block, so that it was copied unchanged. Otherwise it is
-        /// repaired from a sound one.
+        /// True if no other member could supply the block, so that it was copied unchanged. Otherwise it is
+        /// repaired from a sound copy.
         is_copied: bool,
     },
     /// A scrub has seen every byte of the volume.
@@ -399,7 +399,7 @@ pub enum Output {
         /// The committed view.
         view: Box<View>,
     },
-    /// The engine has lost its quorum and acknowledges and reads nothing any more. It has to start again.
+    /// The engine has lost its quorum and does not complete requests any more. It has to start again.
     Frozen {
         /// The reason, for people.
         reason: String,

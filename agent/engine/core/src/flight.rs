@@ -41,8 +41,8 @@ impl Flights {
         if operation == Operation::Read { &mut self.reads } else { &mut self.changes }
     }
 
-    /// Returns true if the request in `slot` may be with the replicas now; it counts as that then. A read
-    /// that is sent again counts already.
+    /// Returns true if the request in `slot` may be sent to the replicas now, and counts it as in flight. A
+    /// read that is sent again was counted before.
     pub fn take_off(&mut self, slot: &mut Slot) -> bool {
         let (operation, range) = (slot.operation(), slot.range());
         if slot.is_in_flight() {

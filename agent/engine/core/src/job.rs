@@ -18,13 +18,13 @@ pub(crate) enum Job {
 /// The reason of a flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FlushFor {
-    /// Regions are to be cleared.
+    /// Regions that will be cleared.
     Clearing,
-    /// A replica is to become a member.
+    /// A replica that will become a member.
     Rebuilding,
 }
 
-/// Members are asked for the check of a range.
+/// A check of a range by the members.
 #[derive(Clone, Debug)]
 pub(crate) struct RangeCheck {
     pub range: ByteRange,

@@ -68,7 +68,7 @@ impl Rebuilds {
         self.next = chosen.map(|peer| (peer, RebuildStep::WantsFlush));
     }
 
-    /// Returns true if a flush has to be sent; it counts as sent in `slot` then.
+    /// Returns true if a flush has to be sent, and records it as sent in `slot`.
     pub fn take_flush(&mut self, slot: SlotId) -> bool {
         let Some((_, step @ RebuildStep::WantsFlush)) = &mut self.next else { return false };
         *step = RebuildStep::Flushing(slot);
@@ -89,7 +89,7 @@ impl Rebuilds {
         None
     }
 
-    /// Returns the next step after the flush or the last mark is answered. A mark counts as sent.
+    /// Returns the next step after the flush or the last mark is answered, and records a mark as sent.
     pub fn next_step(
         &mut self,
         membership: &Membership,

@@ -59,7 +59,7 @@ const TIMES_LONGER_FOR_HALF: u64 = 3;
 
 /// The times of questions to the replicas, and of their answers.
 ///
-/// A replica that was lost or has reconnected owes nothing: its earlier times are forgotten.
+/// A replica that was lost or has reconnected does not owe an answer: its earlier times are forgotten.
 #[derive(Debug)]
 pub(crate) struct ReplicaTimeouts {
     timeout_ms: u64,
@@ -104,8 +104,8 @@ struct ConnectionTimes {
 }
 
 impl ConnectionTimes {
-    /// Returns the time for which the answer to PING is owed, while nothing else has come; none if it is not
-    /// owed.
+    /// Returns the time for which the answer to PING is owed and no other answer has arrived; none if it is
+    /// not owed.
     fn silent_ms(&self, now_ms: u64) -> Option<u64> {
         let since_ms = self.pinged_at_ms?.max(self.heard_at_ms);
         Some(now_ms.saturating_sub(since_ms))

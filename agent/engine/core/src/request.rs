@@ -12,8 +12,8 @@ pub enum Operation {
     },
     /// Make everything that was acknowledged durable. The range is empty.
     Flush,
-    /// The range is of no more use. Its whole blocks read as zeroes from now on, on every member, and blocks
-    /// that it covers in part do not change.
+    /// The data of the range is no longer needed. Its whole blocks read as zeroes from now on, on every
+    /// member, and blocks that it covers in part do not change.
     Discard,
     /// The range reads as zeroes from now on; with `fua`, durably.
     WriteZeroes {

@@ -22,7 +22,7 @@ pub(crate) struct Scrub {
 /// The next step of a scrub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ScrubStep {
-    /// Compare the members in this range, which counts as compared.
+    /// Compare the members in this range. The scrub records the range as compared.
     Compare(ByteRange),
     /// Wait until the limit permits more.
     Wait,
@@ -107,7 +107,7 @@ pub(crate) struct ScrubCandidates {
 }
 
 impl ScrubCandidates {
-    /// Adds a range. Returns true if it is to be compared, and was not before.
+    /// Adds a range. Returns true if the range has to be compared and was not in the list before.
     pub fn add(&mut self, range: ByteRange) -> bool {
         let is_known = |known: &ByteRange| known.overlaps(range);
         if self.ranges.len() >= SCRUB_CANDIDATES_MAX

@@ -182,7 +182,7 @@ impl Slot {
         (self.pending, self.rotten) = (PeerMask::NONE, self.rotten.with(PeerMask::one(peer)));
     }
 
-    /// Returns the part that a read is to be sent for: its range, or one block of it.
+    /// Returns the part of its range that a read has to be sent for: all of it, or one block.
     pub fn part_to_read(&self) -> ByteRange {
         self.narrow_at_bytes.map_or(self.range, |at_bytes| block_at(self.range, at_bytes))
     }

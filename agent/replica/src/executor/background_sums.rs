@@ -33,7 +33,7 @@ pub(crate) struct BackgroundSums {
 
 /// The time of the work.
 impl BackgroundSums {
-    /// Creates the work of a process, of which nothing is begun.
+    /// Creates the work of a process; no part of it has begun.
     pub fn new(schedule: SumSchedule) -> BackgroundSums {
         BackgroundSums { schedule, job: SumJob::new() }
     }

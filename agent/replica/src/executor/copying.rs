@@ -61,7 +61,7 @@ impl Executor {
     /// [`Store::begin_copy`](shorthorn_store::Store::begin_copy). Waits for the disk.
     ///
     /// # Errors
-    /// The error of the store. If it fails half-way, nothing is served any more.
+    /// The error of the store. After a failure half-way, the replica does not serve any more.
     pub fn begin_copy(&mut self, layers: Vec<CopyLayer>) -> Result<Vec<bool>, ReplicaError> {
         debug_assert!(!self.io.is_busy(), "the caller has checked that no request is in flight");
         self.layer_sums.forget();

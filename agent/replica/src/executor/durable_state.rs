@@ -52,7 +52,7 @@ impl DurableState {
         self.replica.intent_log_mut()
     }
 
-    /// Returns the failure after which nothing is served, if any.
+    /// Returns the failure after which the replica does not serve any more, if any.
     pub fn failure(&self) -> Option<&ReplicaFailure> {
         self.replica.failure()
     }

@@ -249,7 +249,7 @@ impl Executor {
     /// Makes everything durable and leaves the directory clean; after a failure the directory is left alone.
     ///
     /// # Errors
-    /// The error of the store; the directory then counts as dirty.
+    /// The error of the store; the directory then stays marked as dirty.
     pub fn close(mut self) -> Result<(), StoreError> {
         debug_assert!(self.is_idle());
         if self.state.failure().is_some() {

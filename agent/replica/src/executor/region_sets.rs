@@ -130,7 +130,7 @@ impl RegionSets {
         self.waiting.next_durable_mark(state.intent_log())
     }
 
-    /// Returns the slot of a request that waits; it waits no more.
+    /// Removes a waiting request, and returns its slot.
     pub fn give_up(&mut self) -> Option<u16> {
         let (Waiter::Modification(slot) | Waiter::Mark(slot)) = self.waiting.give_up()?;
         Some(slot)

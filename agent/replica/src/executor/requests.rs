@@ -97,8 +97,8 @@ impl Requests {
         works.filter(|work| is_planned(work.header.opcode)).for_each(|work| work.is_void = work.pending > 0);
     }
 
-    /// Returns true if the request has to be planned again: see [`Requests::void_plans`]. It then counts as
-    /// planned anew.
+    /// Returns true if the request has to be planned again: see [`Requests::void_plans`]. The call records
+    /// the request as planned again.
     pub fn take_void(&mut self, slot: u16) -> bool {
         let work = self.get_mut(slot);
         if work.is_void {

@@ -56,7 +56,7 @@ pub(super) struct SumPages {
     entries: Vec<CachedPage>,
     /// The entry of each number.
     by_number: HashMap<u64, usize>,
-    /// A buffer for each entry; those that no entry ever used cost nothing.
+    /// A buffer for each entry; a buffer that was never used takes no memory.
     arena: Arena,
     clock: u64,
     /// The clock at the last call of [`SumPages::release_unused`].
@@ -74,7 +74,7 @@ impl SumPages {
         })
     }
 
-    /// Searches a page. A page that has to be loaded counts as being read from now on.
+    /// Searches a page. A page that has to be loaded is marked as being read.
     pub fn find(&mut self, number: u64) -> PageSearch {
         self.clock += 1;
         if let Some(at) = self.by_number.get(&number).copied() {

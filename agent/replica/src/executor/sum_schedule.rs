@@ -19,8 +19,8 @@ pub(super) struct SumSchedule {
 }
 
 impl SumSchedule {
-    /// Creates the schedule of a process that starts to serve `now`. Nothing is to be done unless sums are
-    /// kept.
+    /// Creates the schedule of a process that starts to serve `now`. The schedule is empty unless the replica
+    /// keeps block checksums.
     pub fn new(is_kept: bool, bytes_per_s: Option<u64>, now: Instant) -> SumSchedule {
         SumSchedule {
             bytes_per_s: bytes_per_s.unwrap_or_default().max(1),

@@ -34,7 +34,7 @@ impl StatusReport {
         self.update(|replica| replica.size_bytes = size_bytes);
     }
 
-    /// Publishes the failure after which nothing is served.
+    /// Publishes the failure after which the replica does not serve any more.
     pub fn failure(&self, failure: &ReplicaFailure) {
         let (failures, message) = (failure.in_a_row, failure.outlook());
         self.update(|replica| {

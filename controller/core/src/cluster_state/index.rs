@@ -42,7 +42,7 @@ impl ByNode {
 /// The room on a node that may help a volume which waits for a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UsefulRoom {
-    /// A replica is to leave its place: any room may be enough for it.
+    /// A replica has to leave its place: any free space may be enough for it.
     Any,
     /// Volumes lack a replica, and the smallest of them has this size.
     Bytes(u64),
@@ -69,13 +69,13 @@ pub(super) struct Index {
     incomplete: BTreeMap<String, u64>,
     /// The number of these for each size.
     incomplete_by_size: BTreeMap<u64, usize>,
-    /// Volumes that are to grow.
+    /// Volumes that have to grow.
     growing: BTreeSet<String>,
     /// Engines that serve with a replica that is not a member.
     rebuilding: BTreeSet<String>,
     /// Replicas that have to leave their places, for any state of their nodes.
     leaving: BTreeSet<String>,
-    /// Nodes that something is to leave.
+    /// Nodes that a replica has to leave.
     left: BTreeSet<String>,
     pub(super) zones: NodesByZone,
 }
@@ -173,7 +173,7 @@ impl ClusterState {
         self.index.replicas.on(node).filter_map(|name| self.replicas.get(name))
     }
 
-    /// Returns the engines that are on `node`, or are to be.
+    /// Returns the engines that are on `node`, or that will be started there.
     pub fn engines_on<'a>(&'a self, node: &str) -> impl Iterator<Item = &'a Engine> + use<'a> {
         self.index.engines.on(node).filter_map(|name| self.engines.get(name))
     }
@@ -183,7 +183,7 @@ impl ClusterState {
         self.index.volumes.on(node).filter_map(|name| self.volumes.get(name))
     }
 
-    /// Returns the volumes that are to grow.
+    /// Returns the volumes that have to grow.
     pub fn growing_volumes(&self) -> impl Iterator<Item = &Volume> {
         self.index.growing.iter().filter_map(|name| self.volumes.get(name))
     }
@@ -193,7 +193,7 @@ impl ClusterState {
         self.index.rebuilding.contains(volume) || self.index.incomplete.contains_key(volume)
     }
 
-    /// Returns the volumes that may lack a replica, or have one that is to leave its place.
+    /// Returns the volumes that may lack a replica, or have a replica that has to leave its place.
     pub fn incomplete_or_moving_volumes(&self) -> BTreeSet<&str> {
         let on_left = self.index.left.iter().flat_map(|node| self.replicas_on(node));
         let leaving = self.index.leaving.iter().filter_map(|name| self.replicas.get(name));

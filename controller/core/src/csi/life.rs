@@ -106,7 +106,7 @@ pub fn placement(cluster: &ClusterState, name: &str) -> PlacementState {
 }
 
 /// Deletes a volume that a CSI caller has requested and that has no place. It has no data, so nothing is
-/// lost. A volume that has got its place by now, or that was made by another caller, stays.
+/// lost. A volume that was scheduled meanwhile, or that another caller has created, stays.
 ///
 /// # Errors
 /// [`RequestError::NoVolume`].

@@ -6,7 +6,7 @@ use thiserror::Error;
 use crate::objects::Frontend;
 use crate::requests::CreateVolume;
 
-/// The most that all keys and values together may take.
+/// The maximum size of all keys and values together.
 const MAX_BYTES: usize = 4 << 10;
 /// The parameters by which sidecars describe the origin of a volume.
 const OF_KUBERNETES: [&str; 4] = [
@@ -15,7 +15,7 @@ const OF_KUBERNETES: [&str; 4] = [
     "csi.storage.k8s.io/pv/name",
     "csi.storage.k8s.io/fstype",
 ];
-/// The values of a parameter of Longhorn that say nothing that is otherwise here.
+/// The values of a parameter of Longhorn that do not ask for other behaviour than that of Shorthorn.
 #[derive(Clone, Copy, Debug)]
 enum Harmless {
     /// Any value is accepted, because the parameter has no effect here.

@@ -21,7 +21,7 @@ impl EngineCore {
         self.absent.count(peer, &may_differ, self.clearing.stamp());
     }
 
-    /// Tracks a replica outside the view that may come (back).
+    /// Tracks a replica outside the view that may become a member (again).
     pub(super) fn track(&mut self, peer: PeerIndex, config: PeerConfig) {
         if self.membership.state(peer) != PeerState::Failed || self.membership.in_view().has(peer) {
             return; // it is counted, or will be when it leaves

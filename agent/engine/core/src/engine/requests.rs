@@ -15,7 +15,8 @@ impl EngineCore {
         let id = self.slots.free_for(queue, &request);
         let Request { operation, range, .. } = request;
         if self.refuses_requests {
-            // Before anything is counted, ordered or deferred: so nothing can keep it waiting.
+            // The check comes before the request is counted, ordered or deferred, so that the request never
+            // waits.
             let failure =
                 FailedRequest { slot: id, operation, range, errno: Errno::IO, cause: Cause::LostWrites };
             out.push(Output::Failed(failure));
