@@ -66,7 +66,6 @@ pub struct HeldElsewhere;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LockHolder {
     None,
-    /// The process with this id.
     Process(i32),
     /// A process of another PID namespace, whose id the kernel reports as 0.
     Elsewhere,

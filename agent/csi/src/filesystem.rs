@@ -34,7 +34,7 @@ const BLKID_AMBIVALENT: i32 = 8;
 /// fsck(8): errors are left that it may not repair by itself. Below: nothing, or all is repaired.
 const FSCK_ERRORS_LEFT: i32 = 4;
 
-/// The content of a device.
+/// The content of a device, which decides if a file system may be made on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum DeviceContent {
     /// The device has no data.

@@ -21,7 +21,7 @@ const STACK_BYTES: usize = 128 << 10;
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 
-/// An event of the supervisor.
+/// An input of the main loop: a signal, the end of a child, or the status of a process.
 #[derive(Debug)]
 pub enum SupervisorEvent {
     /// SIGTERM or SIGINT.

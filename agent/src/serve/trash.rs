@@ -455,7 +455,6 @@ pub fn trash_bytes(disk: &Path) -> u64 {
         .sum()
 }
 
-/// The space of a disk.
 #[derive(Clone, Copy, Debug)]
 struct DiskSpace {
     total_bytes: u64,

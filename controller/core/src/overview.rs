@@ -47,7 +47,7 @@ pub struct VolumeCounts {
     pub faulted: u32,
 }
 
-/// Bytes of disks.
+/// The capacity of the disks of a cluster, and its free part.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DiskBytes {
     /// The sum of the sizes of the disks.

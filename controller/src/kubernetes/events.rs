@@ -31,7 +31,7 @@ const REPORTER: &str = "shorthorn.io/controller";
 /// The action in events, which API servers require.
 const ACTION: &str = "Reconcile";
 
-/// The sender of events.
+/// Queues events for the task that writes them to the API server.
 #[derive(Clone, Debug)]
 pub struct EventSender {
     sender: mpsc::Sender<QueuedEvent>,

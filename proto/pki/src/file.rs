@@ -32,15 +32,15 @@ pub enum BundleFileError {
         "{path} has mode {mode:o}: its private key must be readable by its owner only; run chmod 600 {path}"
     )]
     Mode {
-        /// Path of the bundle.
+        /// The file that holds the key.
         path: PathBuf,
-        /// The mode of the file.
+        /// The permissions, as of stat(2).
         mode: u32,
     },
     /// Not a bundle.
     #[error("{path} cannot be used: {error}")]
     Bundle {
-        /// The file with the bundle.
+        /// The file that was read.
         path: PathBuf,
         /// The problem of the bundle.
         error: BundleError,

@@ -88,7 +88,7 @@ struct ClientAddress {
     authenticated_at: Option<Instant>,
 }
 
-/// A handshake that has begun.
+/// The place of a handshake among those in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub(crate) struct BegunHandshake {

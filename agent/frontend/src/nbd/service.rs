@@ -28,7 +28,7 @@ impl NbdConnections {
         NbdConnections { connections, shared, incarnation: 0, open: 0, lost: false }
     }
 
-    /// Returns the number of open connections.
+    /// Returns the number of connections that have not ended.
     pub(super) fn open(&self) -> u16 {
         self.open
     }

@@ -49,7 +49,7 @@ pub trait Disk {
     fn record_failure(&mut self, in_a_row: u32) -> RecordOutcome;
 }
 
-/// The error of a step.
+/// An error that ends in an errno.
 pub trait StepError: fmt::Display {
     /// Returns the errno, which decides if the failure is final: see [`is_final`].
     fn errno(&self) -> Errno;

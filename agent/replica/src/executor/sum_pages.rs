@@ -9,7 +9,6 @@ use shorthorn_store::{SUM_PAGE_BYTES, SumPage};
 
 use crate::limits::{SUM_PAGES, SUM_PAGES_MAX};
 
-/// A cached page.
 #[derive(Debug)]
 struct CachedPage {
     number: Option<u64>,

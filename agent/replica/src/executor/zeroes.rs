@@ -119,7 +119,6 @@ impl ZeroJob {
         }
     }
 
-    /// Returns the next action.
     pub fn next(&mut self) -> ZeroingAction {
         if let Some(range) = self.writing.take() {
             return ZeroingAction::Step(self.write(range));

@@ -57,7 +57,6 @@ pub enum NodeCertificateError {
     OtherNode {
         /// Path of the file with the certificate.
         path: PathBuf,
-        /// The role in the certificate.
         found: Role,
         expected: Role,
     },
