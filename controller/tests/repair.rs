@@ -78,7 +78,8 @@ async fn a_replica_that_stays_away_is_replaced_and_deleted_last() {
     // The time begins with a run of the reconciler after the volume was degraded.
     wait_for_async("the controller says when it replaces the replica", LIMIT, async || {
         let why = cluster.ok(&["volume", "why", "v"]).await;
-        let words = ["degraded", "1 of 2", &lost_name, "connection reset", "The controller replaces it in"];
+        let words =
+            ["degraded", "1 of 2", &lost_name, "connection reset", "The controller replaces the replica in"];
         if words.iter().all(|word| why.contains(word)) { Ok(()) } else { Err(why) }
     })
     .await;

@@ -68,7 +68,7 @@ fn an_operator_continues_with_an_older_replica() -> Result<()> {
     let missing = format!("Replica {} on node {} is missing since", placed[1].2, name(older));
     until_event(
         &hosts,
-        &["is degraded", "1 of 2 replicas are complete", &missing, "The controller replaces it in"],
+        &["is degraded", "1 of 2 replicas are complete", &missing, "The controller replaces the replica in"],
     )?;
     drop(client);
     hosts.detach(VOLUME)?;

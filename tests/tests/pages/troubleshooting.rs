@@ -25,7 +25,7 @@ fn problems_are_reported_as_the_page_says() -> Result<()> {
     ensure_has(&page.run(&cluster, "status", &[], 6)?, &["1 degraded", "volume v ("])?;
     ensure_has(&page.ctl(&cluster, "doctor")?, &["warned  volumes are served and complete"])?;
     let printed = page.ctl(&cluster, "volume why NAME")?;
-    ensure_has(&printed, &["is degraded", "is missing since", "The controller replaces it in"])?;
+    ensure_has(&printed, &["is degraded", "is missing since", "The controller replaces the replica in"])?;
 
     // The replica with everything does not answer, and the other one lacks a write.
     cluster.hosts.detach(VOLUME)?;
