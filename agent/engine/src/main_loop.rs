@@ -217,7 +217,8 @@ impl EngineProcess<'_> {
         if let Err(EngineError::Deposed { .. }) = &opening
             && let Err(error) = self.discard_device()
         {
-            tracing::warn!(volume = %self.spec.volume, %error, "a deposed engine leaves its device");
+            let volume = &self.spec.volume;
+            tracing::warn!(%volume, %error, "cannot remove the device of a deposed engine");
         }
         let mut opened = match opening? {
             OpenResult::Open(opened) => *opened,

@@ -209,7 +209,7 @@ fn accept(mut listeners: Listeners, shared: &Arc<AcceptorState>, publish: &Publi
             match listeners.move_to(address) {
                 Ok(()) => tracing::info!(%address, "listening for engines of other hosts"),
                 Err(error) => {
-                    tracing::warn!("cannot listen on the new address, keeping the former one: {error}")
+                    tracing::warn!("cannot listen on the new address, keeping the former address: {error}")
                 }
             }
             publish(listeners.addresses());

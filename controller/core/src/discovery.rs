@@ -76,7 +76,7 @@ pub enum NotFound {
     #[error(transparent)]
     Name(#[from] NodeNameError),
     /// Two machines map to the same node name.
-    #[error("the agents on {0} and {1} both have the name of node {2}: give each agent its own node_name")]
+    #[error("the agents on {0} and {1} both have the node name {2}: give each agent its own node_name")]
     Twice(String, String, NodeName),
 }
 

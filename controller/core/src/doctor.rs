@@ -239,7 +239,8 @@ impl<'a> Doctor<'a> {
             if let Some(other) = owners.insert(address, name) {
                 findings.push(warned(
                     format!("nodes {other} and {name} both have the data_address {address}"),
-                    "ip -br address  # on both: give each its own in /etc/shorthorn/agent.toml".to_owned(),
+                    "ip -br address  # on both: set different addresses in /etc/shorthorn/agent.toml"
+                        .to_owned(),
                 ));
             }
         }

@@ -111,7 +111,7 @@ async fn definitions(cluster: &ClusterAccess) -> Result<CheckFinding, String> {
     for kind in crds::ORDER {
         let name = definition_name(kind);
         match get(cluster, &definitions, &name).await? {
-            None => lacking.push(format!("the definition {name}")),
+            None => lacking.push(format!("the CRD {name}")),
             Some(found) => {
                 let found = serde_json::to_value(found).map_err(|error| error.to_string())?;
                 lacking.extend(crds::lacking(kind, &found));
@@ -119,7 +119,7 @@ async fn definitions(cluster: &ClusterAccess) -> Result<CheckFinding, String> {
         }
     }
     Ok((!lacking.is_empty()).then(|| {
-        let message = format!("the CRDs lack {}", lacking.join(", "));
+        let message = format!("Kubernetes lacks {}", lacking.join(", "));
         (CheckOutcome::Failed, message, "shorthorn-controller crds | kubectl apply -f -".to_owned())
     }))
 }

@@ -98,7 +98,9 @@ pub enum StoreError {
         message: String,
     },
     /// Another controller has the file.
-    #[error("{0} is in use by another controller: stop it, or give each controller a --store of its own")]
+    #[error(
+        "{0} is in use by another controller: stop that controller, or give each one a --store of its own"
+    )]
     Locked(PathBuf),
     /// The file cannot be opened.
     #[error("cannot open the store {path}: {message}")]

@@ -86,7 +86,8 @@ impl TargetFiles {
         if let Err(error) = fs::remove_dir_all(&self.directory)
             && error.kind() != io::ErrorKind::NotFound
         {
-            tracing::warn!(directory = %self.directory.display(), %error, "cannot remove files of a target");
+            let directory = self.directory.display();
+            tracing::warn!(%directory, %error, "cannot remove the files of an iSCSI target");
         }
     }
 

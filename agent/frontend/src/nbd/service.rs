@@ -51,7 +51,7 @@ impl NbdConnections {
     pub(super) fn end_negotiation(&mut self, io: &mut QueueIo<'_>, id: u16) {
         tracing::info!(
             volume = %self.shared.export.name,
-            "closed an NBD client that has not chosen an export, to accept another client"
+            "closed the connection of an NBD client that has not chosen an export, to accept another client"
         );
         self.with(id, io, |connection, _, _| connection.leave());
     }

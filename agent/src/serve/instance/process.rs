@@ -87,7 +87,8 @@ pub async fn request_end(id: &InstanceId, paths: &InstancePaths, command: &Proce
     match control_watch::request(&control, command).await {
         Ok(()) => true,
         Err(error) => {
-            tracing::info!(instance = %id, ?command, "does not answer: {}: {error}", control.display());
+            let control = control.display();
+            tracing::info!(instance = %id, ?command, "cannot send the command to {control}: {error}");
             false
         }
     }
