@@ -53,7 +53,7 @@ impl Absent {
         }
     }
 
-    /// Discards the covered regions after the connections are lost, because their copies may be lost.
+    /// Discards the copied and covered regions after the connections are lost: the copies may be lost too.
     fn disconnected(&mut self) {
         self.copied.clear();
         self.covered.clear();

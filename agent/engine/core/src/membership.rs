@@ -115,7 +115,7 @@ impl ChangePhase {
         matches!(self, ChangePhase::Asked(_))
     }
 
-    /// Replaces this change by another one. A pending request to the arbiter stays pending.
+    /// Replaces this change with another one. A pending request to the arbiter stays pending.
     fn replace(&mut self, change: ViewChange) {
         *self = if self.is_asked() { ChangePhase::Asked(change) } else { ChangePhase::Proposed(change) };
     }

@@ -164,7 +164,7 @@ impl EngineCore {
     }
 
     /// Handles the answer of `peer` that its data differs from the stored data, if it was asked for that.
-    /// Another member supplies the piece of a copy, to `peer` too. A check of `peer` has the result
+    /// Another member supplies the piece of a copy, to `peer` too. A check treats `peer` as
     /// unreadable.
     pub(super) fn take_rot(&mut self, peer: PeerIndex, id: SlotId, out: &mut Outputs) -> bool {
         match self.job(id) {
