@@ -59,8 +59,8 @@ fn an_engine_and_a_replica_stay(api: &ApiServer) -> Result<()> {
     api.ok("POST", &ApiServer::path("engines"), Some(&object("Engine", "v", &engine)))?;
     let path = ApiServer::path("engines/v");
     let moved = json!({ "spec": { "volumeName": "w" } });
-    refused(api, "PATCH", &path, &moved, "an engine stays with its volume")?;
-    refused(api, "PATCH", &path, &json!({ "spec": { "attach": 1 } }), "only ever rises")?;
+    refused(api, "PATCH", &path, &moved, "the volume of an engine cannot be changed")?;
+    refused(api, "PATCH", &path, &json!({ "spec": { "attach": 1 } }), "cannot be reduced")?;
     api.ok("PATCH", &path, Some(&json!({ "spec": { "attach": 3, "nodeID": "n1" } })))?;
 
     let replica = json!({ "volumeName": "v", "volumeSize": "4096", "replicaID": "0123abcd", "nodeID": "n0",

@@ -24,8 +24,14 @@ pub struct Engine {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 #[schemars(extend("x-kubernetes-validations" = [
-    { "rule": "self.volumeName == oldSelf.volumeName", "message": "an engine stays with its volume" },
-    { "rule": "self.attach >= oldSelf.attach", "message": "the number of the attachment only ever rises" },
+    {
+        "rule": "self.volumeName == oldSelf.volumeName",
+        "message": "the volume of an engine cannot be changed",
+    },
+    {
+        "rule": "self.attach >= oldSelf.attach",
+        "message": "the attachment number of an engine cannot be reduced",
+    },
 ]))]
 pub struct EngineSpec {
     /// Name of the Volume object; the Engine object has the same name.
