@@ -86,7 +86,7 @@ impl Metrics {
                 "Duration of runs of reconcilers, including their calls and writes",
                 &self.reconcile_durations,
             ),
-            ("store_write", "Duration of writes", &self.store_write_durations),
+            ("store_write", "Duration of writes to the store", &self.store_write_durations),
             ("agent_call", "Duration of calls to agents", &self.agent_call_durations),
             ("csi_call", "Duration of CSI calls", &self.csi_call_durations),
         ];

@@ -159,8 +159,8 @@ fn show_instances(instances: &[v1::Instance], page: &mut MetricsPage) {
     }
     let failures = page.gauges(
         "shorthorn_replica_failures",
-        "Failures of the disk of a replica in a row. Each failure ends its process, which is restarted after \
-         0 s, 60 s, 10 min, then an hour each. 0 after an hour without failures",
+        "Consecutive failures of the disk of a replica. Each failure ends the replica's process, which is \
+         restarted after 0 s, 60 s, 10 min, and then an hour each. 0 after an hour without failures",
     );
     for instance in instances {
         if let Some(Detail::Replica(replica)) = &instance.detail {
@@ -193,7 +193,7 @@ fn show_volumes(engines: &[&v1::EngineStatus], page: &mut MetricsPage) {
     );
     let outdated = page.gauges(
         "shorthorn_volume_engine_outdated",
-        "1 if the engine of a volume runs another program than the one that is installed, otherwise 0",
+        "1 if the program of a volume's engine differs from the installed program, otherwise 0",
     );
     let members = page.gauges(
         "shorthorn_volume_replicas",
@@ -201,7 +201,7 @@ fn show_volumes(engines: &[&v1::EngineStatus], page: &mut MetricsPage) {
     );
     let awaited = page.gauges(
         "shorthorn_volume_replicas_awaited",
-        "Late members without which the others cannot continue: requests wait for them",
+        "Late members without which the other members cannot continue: requests wait for them",
     );
     let waits = page.counters(
         "shorthorn_volume_replica_waits",
@@ -210,7 +210,7 @@ fn show_volumes(engines: &[&v1::EngineStatus], page: &mut MetricsPage) {
     let rot = page.counters(
         "shorthorn_volume_replica_rot",
         "Number of times that the source of a copy had rot according to its checksums, since the engine \
-         process started. The data was copied from another member, to the rotten one too",
+         process started. Another member then supplied the data, to the source with rot too",
     );
     let rot_copied = page.counters(
         "shorthorn_volume_replica_rot_copied",
@@ -242,11 +242,12 @@ fn show_copies(engines: &[&v1::EngineStatus], page: &mut MetricsPage) {
         "shorthorn_volume_rebuild_total_bytes",
         "Bytes to copy in total to a replica that is being rebuilt",
     );
-    let left = page.gauges("shorthorn_volume_rebuild_left_bytes", "Bytes that are still to be copied to it");
-    let unequal = page.gauges(
-        "shorthorn_volume_resync_left_bytes",
-        "Bytes that are still to be resynced after an unclean stop",
+    let left = page.gauges(
+        "shorthorn_volume_rebuild_left_bytes",
+        "Bytes still to copy to a replica that is being rebuilt",
     );
+    let unequal =
+        page.gauges("shorthorn_volume_resync_left_bytes", "Bytes still to resync after an unclean stop");
     for engine in engines {
         let volume = ("volume", engine.volume.as_str());
         for member in &engine.members {
@@ -304,15 +305,17 @@ fn show_registration(is_registered: bool, page: &mut MetricsPage) {
 fn show_certificate(expiry_s: u64, page: &mut MetricsPage) {
     let expiry = page.gauges(
         "shorthorn_agent_certificate_expiry_seconds",
-        "Time at which the certificate of this node expires, in seconds since 1970; 0 if it has none. Absent \
-         if no address is served by TLS",
+        "Seconds since 1970 at which the certificate of this node expires; 0 if the node has none. Absent if \
+         no address is served by TLS",
     );
     expiry.set(&[], expiry_s);
 }
 
 fn show_answer(do_disks_answer: bool, page: &mut MetricsPage) {
-    let answered =
-        page.gauges("shorthorn_agent_disks_answer", "0 if a disk hangs; disks and devices are then omitted");
+    let answered = page.gauges(
+        "shorthorn_agent_disks_answer",
+        "1 if all disks answer, 0 if a disk hangs; the metrics of disks and devices are then omitted",
+    );
     answered.set(&[], u64::from(do_disks_answer));
 }
 

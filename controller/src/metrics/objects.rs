@@ -55,7 +55,7 @@ pub(super) fn show(cluster: &ClusterState, page: &mut MetricsPage) {
         cluster.engines.values().filter(|engine| engine.status.needs_upgrade == Some(true)).count();
     page.gauges(
         "shorthorn_outdated_engines",
-        "Engines that run another program than the one that is installed on their node",
+        "Engines whose program differs from the one that is installed on their node",
     )
     .set(&[], number(outdated));
     let nodes = page.gauges("shorthorn_nodes", "Nodes, by whether their agents are reachable");
