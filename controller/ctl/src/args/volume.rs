@@ -85,7 +85,7 @@ pub enum VolumeCommand {
         /// Maximum bytes copied per second, like 100MiB; 0: no limit
         #[arg(long, default_value = "0", value_name = "SIZE", value_parser = parse_bytes)]
         bytes_per_s: u64,
-        /// Maximum share of rebuilds in the traffic of a busy volume, in percent: 1 to 100
+        /// Maximum share of rebuilds and resyncs in the traffic of a busy volume, in percent: 1 to 100
         #[arg(
             long, default_value_t = 30, value_name = "PERCENT",
             value_parser = clap::value_parser!(u32).range(1..=100)
