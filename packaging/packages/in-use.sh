@@ -34,7 +34,8 @@ refuse_while_in_use() {
         [ -z "$volumes" ] || echo "shorthorn-agent: volumes are attached to this host: $volumes"
         [ -z "$replicas" ] || echo "shorthorn-agent: replicas of attached volumes run on this host: $replicas"
         if [ "${SHORTHORN_FORCE_REMOVE:-}" = 1 ]; then
-            echo "SHORTHORN_FORCE_REMOVE=1: removing the package. Their processes do not start again once they end."
+            echo "SHORTHORN_FORCE_REMOVE=1: removing the package. Engines and replicas run until they end, and"
+            echo "do not start again."
             return 0
         fi
         echo "Detach the volumes first (shorthornctl volume detach NAME). If they are attached elsewhere, move"
