@@ -22,7 +22,8 @@ impl ProcessFd {
     pub fn open(pid: i32) -> io::Result<Option<ProcessFd>> {
         let pid = Some(pid).filter(|pid| *pid > 0).and_then(Pid::from_raw);
         match pidfd_open(pid.ok_or(io::ErrorKind::InvalidInput)?, PidfdFlags::empty()) {
-            Err(rustix::io::Errno::SRCH) => Ok(None),
+            // The kernel reports EINVAL while the number is still that of a process group.
+            Err(rustix::io::Errno::SRCH | rustix::io::Errno::INVAL) => Ok(None),
             opened => Ok(Some(ProcessFd(opened?))),
         }
     }

@@ -21,14 +21,15 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 
 use crate::descriptor_store::DescriptorStore;
-use crate::pid_file::PidFileHolder;
+use crate::pid_file::{PidFileHolder, is_held};
 use crate::serve::instance::backend::BackendFuture;
 use crate::serve::instance::process::{ORDERLY_LIMIT, end_of, request_end};
 use crate::serve::instance::{
     Backend, BackendError, InstanceId, InstancePaths, InstanceProcess, ProcessPhase, Table, program,
 };
 use crate::supervision::{
-    EndLimits, Invocation, Lifecycle, LifecycleAction, LifecycleEvent, describe_end, read_last_words,
+    AFTER_START_LIMIT, EndLimits, Invocation, Lifecycle, LifecycleAction, LifecycleEvent, describe_end,
+    read_last_words,
 };
 
 /// The time limit for a process to stop. An engine writes its device back within 30 s, and ends within some
@@ -180,20 +181,39 @@ impl ChildInstance {
     /// Keeps it running until it is to stop.
     async fn run(mut self) -> Result<(), BackendError> {
         self.open_store();
-        let is_stopped = *self.stopping.borrow();
+        // A process that runs already is found first, and then stopped.
+        let is_stopped = *self.stopping.borrow() && !self.may_run();
         let mut event = if is_stopped { LifecycleEvent::Stop } else { LifecycleEvent::Start };
         loop {
             let action = self.lifecycle.handle(event, Instant::now().into_std());
             if action == LifecycleAction::Finish {
-                // From here on the next agent leaves it alone.
-                self.paths.remove_runtime_files(&self.id);
-                return Ok(());
+                return self.finish();
             }
             event = match self.carry_out(action).await? {
                 Some(event) => event,
                 None => self.next_event().await,
             };
         }
+    }
+
+    /// Returns true unless no process holds the pid file.
+    fn may_run(&self) -> bool {
+        is_held(&self.paths.pid(&self.id)).unwrap_or(true)
+    }
+
+    /// Removes the files of the process. A process that could not be found may hold them: then the instance
+    /// has not stopped.
+    fn finish(&self) -> Result<(), BackendError> {
+        if self.may_run() {
+            let reason = format!(
+                "another process holds {}; lslocks on the host shows it",
+                self.paths.pid(&self.id).display()
+            );
+            return Err(BackendError::NotStopped(self.id.to_string(), reason));
+        }
+        // From here on the next agent leaves it alone.
+        self.paths.remove_runtime_files(&self.id);
+        Ok(())
     }
 
     fn open_store(&mut self) {
@@ -277,6 +297,11 @@ impl ChildInstance {
     /// Says how the process ended, and that the next one starts after `backoff`.
     fn report_end(&self, backoff: Duration) {
         match &self.last_end {
+            ProcessEnd::Well if backoff >= AFTER_START_LIMIT => {
+                let words = format!("ended too often within a minute: the next start is in {backoff:?}");
+                tracing::warn!(instance = %self.id, "{words}");
+                self.report(InstanceProcess::failed(words));
+            }
             ProcessEnd::Well => {
                 tracing::info!(instance = %self.id, ?backoff, "ended by itself, starting the next one");
                 self.report(InstanceProcess::only(ProcessPhase::Starting));
@@ -286,6 +311,10 @@ impl ChildInstance {
                 let words = describe_end(left.as_deref(), how);
                 tracing::warn!(instance = %self.id, ?backoff, "ended, starting it again: {words}");
                 self.report(InstanceProcess::failed(words));
+            }
+            ProcessEnd::NotStarted(words) => {
+                tracing::warn!(instance = %self.id, ?backoff, "not started, trying again: {words}");
+                self.report(InstanceProcess::failed(words.clone()));
             }
         }
     }
@@ -303,7 +332,7 @@ impl ChildInstance {
                 None
             }
             Err(error) => {
-                self.last_end = ProcessEnd::Badly(error.to_string());
+                self.last_end = ProcessEnd::NotStarted(error.to_string());
                 Some(LifecycleEvent::Ended { cleanly: false })
             }
         }
@@ -352,6 +381,8 @@ enum ProcessEnd {
     Well,
     /// The process failed; a message.
     Badly(String),
+    /// The process was neither found nor started; a message.
+    NotStarted(String),
 }
 
 /// Waits until the instance is to stop, or the sender is gone.
@@ -387,5 +418,46 @@ impl Living {
             Some(Err(error)) => ProcessEnd::Badly(error.to_string()),
             None => ProcessEnd::Badly(format!("process {} ended", self.pid)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+    use std::os::unix::process::ExitStatusExt;
+
+    use shorthorn_types::VolumeName;
+
+    use super::*;
+    use crate::pid_file::tests::holder_process;
+
+    fn children(dir: &Path) -> (Children, InstanceId, std::path::PathBuf) {
+        let paths = InstancePaths::prepare(&dir.join("state"), &dir.join("runtime")).unwrap();
+        let id = InstanceId::Engine("v".parse::<VolumeName>().unwrap());
+        let pid_file = paths.pid(&id);
+        (Children::new(paths, Table::new()).unwrap(), id, pid_file)
+    }
+
+    #[tokio::test]
+    async fn a_stop_before_the_first_look_ends_the_process_that_holds_the_pid_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let (children, id, pid_file) = children(dir.path());
+        let mut holder = holder_process(&pid_file);
+        children.adopt(&id).await.unwrap();
+        // The task of the instance has not run yet: this test has one thread.
+        children.stop(&id).await.unwrap();
+        assert!(!pid_file.exists());
+        let status = holder.try_wait().unwrap().expect("the process still runs");
+        assert_eq!(status.signal(), Some(nix::libc::SIGTERM));
+    }
+
+    #[tokio::test]
+    async fn an_instance_whose_pid_file_cannot_be_read_has_not_stopped() {
+        let dir = tempfile::tempdir().unwrap();
+        let (children, id, pid_file) = children(dir.path());
+        symlink(&pid_file, &pid_file).unwrap();
+        children.start(&id).await.unwrap();
+        let error = children.stop(&id).await.unwrap_err().to_string();
+        assert!(error.contains("lslocks") && pid_file.is_symlink(), "{error}");
     }
 }
