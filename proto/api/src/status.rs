@@ -224,6 +224,8 @@ impl v1::Engine {
             frontend_word: String::new(),
             endpoint: String::new(),
             attach: 0,
+            generation: None,
+            size_bytes: 0,
             resync: None,
             scrub: None,
             ..v1::EngineStatus::from(status)
