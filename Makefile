@@ -1,6 +1,6 @@
 # Everything a user or an engineer does with this tree. Each target installs what it needs.
 
-# The profile of the programs that the demonstration, the soak and the benchmarks run. Tests run those of `dev`.
+# The profile of the programs that the soak and the benchmarks run. Tests and the demonstration run those of `dev`.
 PROFILE := fast
 TARGET_DIR := $(abspath $(or $(CARGO_TARGET_DIR),target))
 PROGRAMS := $(TARGET_DIR)/$(PROFILE)
@@ -15,26 +15,27 @@ IMAGE_DIR ?= $(TARGET_DIR)/image
 # Where packages are written.
 PACKAGE_DIR ?= $(TARGET_DIR)/packages
 
-.PHONY: help demo test surroundings first-stage bench soak soak-vm few-regions lint deny fuzz vm setup build demo-build test-build vm-image apiserver manual docs book image chart clean
+.PHONY: help demo test surroundings first-stage bench soak soak-vm few-regions lint deny fuzz vm setup build demo-setup demo-build test-build vm-image apiserver manual docs book image chart clean
 
 help: ## prints this list of targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-demo: demo-build ## a replicated volume in a virtual machine that survives kills of its processes
-	$(PROGRAMS)/shorthorn-vm prepare --kernel ublk
-	$(PROGRAMS)/shorthorn-demo
+# Makes the target $(2), and the target $(1) beside it. The output of $(1) is shown if it fails.
+beside = @mkdir -p $(TARGET_DIR); \
+	nice $(MAKE) $(1) >$(TARGET_DIR)/$(1).log 2>&1 & beside=$$!; \
+	$(MAKE) $(2); status=$$?; \
+	echo "make: waiting for $(1); its log is $(TARGET_DIR)/$(1).log"; \
+	wait $$beside || { status=1; cat $(TARGET_DIR)/$(1).log; }; \
+	exit $$status
+
+demo: demo-setup ## a replicated volume in a virtual machine that survives kills of its processes
+	$(TEST_PROGRAMS)/shorthorn-demo
 
 # The API server, the image of the virtual machines and mdbook wait for the network and for single processors.
-# So they are made beside the first stage, which does not need them. Their output is shown if one of them fails.
-# A failure of either ends the run before the second stage.
-SURROUNDINGS_LOG := $(TARGET_DIR)/surroundings.log
+# So they are made beside the first stage, which does not need them. A failure of either ends the run before the
+# second stage.
 test: setup ## every test: units, properties, processes, virtual machines
-	@mkdir -p $(TARGET_DIR)
-	@nice $(MAKE) surroundings >$(SURROUNDINGS_LOG) 2>&1 & surroundings=$$!; \
-		$(MAKE) first-stage; status=$$?; \
-		echo "make test: waiting for the API server, the image and the book; their log is $(SURROUNDINGS_LOG)"; \
-		wait $$surroundings || { status=1; cat $(SURROUNDINGS_LOG); }; \
-		exit $$status
+	$(call beside,surroundings,first-stage)
 	$(TEST_PROGRAMS)/shorthorn-vm prepare
 	SHORTHORN_BIN_DIR=$(TEST_PROGRAMS) tests/run second
 
@@ -85,9 +86,8 @@ deny: ## licences, duplicates, sources and advisories of the dependencies
 	@if cargo deny fetch db; then cargo deny check --disable-fetch advisories; \
 	else echo "make deny: the advisories are NOT checked: https://github.com/RustSec/advisory-db cannot be fetched" >&2; fi
 
-vm: demo-build ## a root shell in a virtual machine that has the programs installed
-	$(PROGRAMS)/shorthorn-vm prepare --kernel ublk
-	$(PROGRAMS)/shorthorn-demo --shell
+vm: demo-setup ## a root shell in a virtual machine that has the programs installed
+	$(TEST_PROGRAMS)/shorthorn-demo --shell
 
 setup: ## installs the packages that the build and the tests need
 	tests/setup
@@ -100,8 +100,12 @@ build: setup ## the programs
 DEMO_PACKAGES := shorthorn-agent shorthorn-controller shorthornctl shorthorn-tests shorthorn-vmkit
 DEMO_PROGRAMS := shorthorn-agent shorthorn-controller shorthornctl shorthorn-demo shorthorn-vm
 
+demo-setup: setup
+	$(call beside,vm-image,demo-build)
+	$(TEST_PROGRAMS)/shorthorn-vm prepare --kernel ublk
+
 demo-build: setup
-	cargo build --profile $(PROFILE) $(DEMO_PACKAGES:%=-p %) $(DEMO_PROGRAMS:%=--bin %)
+	cargo build $(DEMO_PACKAGES:%=-p %) $(DEMO_PROGRAMS:%=--bin %)
 
 test-build: setup
 	cargo test --workspace --no-run
