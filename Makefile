@@ -83,7 +83,7 @@ fuzz: setup ## each fuzz target for a minute: frames, TLS, certificates, NBD, fi
 deny: ## licences, duplicates, sources and advisories of the dependencies
 	command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
 	cargo deny check bans licenses sources
-	@if cargo deny fetch db; then cargo deny check --disable-fetch advisories; \
+	@if cargo deny fetch db; then cargo deny --offline check advisories; \
 	else echo "make deny: the advisories are NOT checked: https://github.com/RustSec/advisory-db cannot be fetched" >&2; fi
 
 vm: demo-setup ## a root shell in a virtual machine that has the programs installed
