@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use shorthorn_types::limits::BLOCK_BYTES;
 
+use crate::directory_facts::ImageFacts;
 use crate::document::{DiskMeta, VolumeMeta};
 use crate::error::ChainError;
-use crate::facts::ImageFacts;
 use crate::limits::MAX_LAYERS;
 use crate::names::{ImageName, VOLUME_META};
 use crate::optional_checks::Checks;

@@ -18,11 +18,11 @@
 
 mod block_map;
 mod copy;
+mod directory_facts;
 mod document;
 mod document_check;
 mod error;
 mod extents;
-mod facts;
 mod intent;
 mod layout;
 mod limits;
@@ -36,11 +36,11 @@ mod window;
 
 pub use block_map::{BlockMap, MapUsage};
 pub use copy::{CopyLayer, CopyList};
+pub use directory_facts::{DirectoryFacts, ImageFacts, MetaFacts};
 pub use document::{DiskMeta, VolumeMeta};
 pub use document_check::{with_check, without_check};
 pub use error::ChainError;
 pub use extents::{ExtentSource, FileIndex};
-pub use facts::{DirectoryFacts, ImageFacts, MetaFacts};
 pub use intent::{FileRef, OperationIntent};
 pub use layout::{ChainLayer, Layout};
 pub use limits::{MAX_LAYERS, WINDOW_BYTES, memory_limit_bytes};

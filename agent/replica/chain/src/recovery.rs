@@ -6,9 +6,9 @@
 
 use std::collections::BTreeMap;
 
+use crate::directory_facts::{DirectoryFacts, ImageFacts, MetaFacts};
 use crate::document::{DiskMeta, VolumeMeta};
 use crate::error::ChainError;
-use crate::facts::{DirectoryFacts, ImageFacts, MetaFacts};
 use crate::intent::{FileRef, OperationIntent};
 use crate::layout::{Layout, head_of};
 use crate::names::{INTENT_FILE, ImageName, VOLUME_META};

@@ -16,9 +16,9 @@ use shorthorn_chain::{
 };
 
 use crate::directory::Directory;
+use crate::directory_scan::recover_directory;
 use crate::epoch_record::EpochRecord;
 use crate::error::StoreError;
-use crate::facts::recover_directory;
 use crate::step_executor::StepExecutor;
 use crate::sums_files::sweep_sums;
 use crate::timestamp::now_rfc3339;

@@ -13,9 +13,9 @@ use shorthorn_types::limits::BLOCK_BYTES;
 
 use crate::buffer::{AlignedBuffer, CHUNK_BYTES};
 use crate::directory::Directory;
+use crate::directory_scan::recover_directory;
 use crate::epoch_record::EpochRecord;
 use crate::error::StoreError;
-use crate::facts::recover_directory;
 use crate::files::{Files, Writable, data_extents};
 use crate::host::HostFileSystem;
 use crate::lock::Lock;

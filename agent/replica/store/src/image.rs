@@ -19,8 +19,8 @@ use shorthorn_types::limits::BLOCK_BYTES;
 
 use crate::block_sums::sum_of_data;
 use crate::buffer::{AlignedBuffer, CHUNK_BYTES};
+use crate::directory_scan::recover_directory;
 use crate::error::StoreError;
-use crate::facts::recover_directory;
 use crate::files::{Files, Writable, data_extents, next_data, signed};
 use crate::info::LayerInfo;
 use crate::medium::Medium;

@@ -10,9 +10,9 @@ use shorthorn_types::{HumanBytes, Regions};
 
 use crate::boot::Boot;
 use crate::directory::Directory;
+use crate::directory_scan::collect;
 use crate::epoch_record::EpochRecord;
 use crate::error::StoreError;
-use crate::facts::collect;
 use crate::info::Provenance;
 use crate::lock::Lock;
 use crate::regions;

@@ -27,10 +27,10 @@ mod chain;
 mod copy_record;
 mod directory;
 mod directory_lock;
+mod directory_scan;
 mod epoch_record;
 mod error;
 mod export;
-mod facts;
 mod fiemap;
 mod files;
 #[cfg(shorthorn_fuzzing)]

@@ -4,9 +4,9 @@ use shorthorn_chain::{Checks, CopyList};
 
 use crate::copy_record::CopyRecord;
 use crate::directory::Directory;
+use crate::directory_scan::recover_directory;
 use crate::epoch_record::EpochRecord;
 use crate::error::StoreError;
-use crate::facts::recover_directory;
 use crate::image::Image;
 use crate::medium::Medium;
 use crate::sums_files::sweep_sums;
