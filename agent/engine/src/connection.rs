@@ -525,7 +525,7 @@ impl Write for ReplicaConnection {
 }
 
 mod encryption;
-mod link;
+mod replica_link;
 
 pub use encryption::EncryptionError;
 

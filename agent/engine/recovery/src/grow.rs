@@ -3,7 +3,7 @@
 use shorthorn_core::{Event, PeerIndex, PeerState};
 use shorthorn_types::ReplicaId;
 
-use crate::link::ReplicaLink;
+use crate::replica_link::ReplicaLink;
 use crate::serving::{Address, ServingEngine};
 
 /// A replica has not grown.

@@ -19,17 +19,16 @@
 
 mod drop_history;
 mod grow;
-mod link;
 mod offenders;
 mod open;
 mod other_member;
 mod out_of_sync_sets;
 mod rebuild;
+mod replica_link;
 mod serving;
 
 pub use drop_history::{DropHistory, RebuildDelay};
 pub use grow::{NotGrown, grow_replicas};
-pub use link::{LinkError, ReplicaLink, SizeMismatch, fit, regions};
 pub use offenders::{BadSources, Offenders};
 pub use open::{
     Grant, NotOpen, OpenRequest, Opened, OpeningEngine, Proposal, Reached, conclude, open, propose_to,
@@ -37,4 +36,5 @@ pub use open::{
 pub use other_member::{BlockSearch, UNREAD_MAX};
 pub use out_of_sync_sets::{forget_in_vain, give_up};
 pub use rebuild::{OTHER_RUN, RebuildError, ReplicaRebuild, SOURCE_HAS_LEFT, Source, rebuild};
+pub use replica_link::{LinkError, ReplicaLink, SizeMismatch, fit, regions};
 pub use serving::{Address, KnownPeer, PendingView, ServingEngine, members};

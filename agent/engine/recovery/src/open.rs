@@ -10,9 +10,9 @@ use shorthorn_views::{
 };
 use shorthorn_wire::Welcome;
 
-use crate::link::{LinkError, ReplicaLink, regions, regions_or_all};
 use crate::offenders::{AttemptPart, Offenders};
 use crate::out_of_sync_sets::{forget, make_room};
+use crate::replica_link::{LinkError, ReplicaLink, regions, regions_or_all};
 
 /// The maximum number of calls of [`OpeningEngine::next_grant`] in an attempt that leaves replicas out. One
 /// of them may be well again, and then no grant is needed. The engine waits for a quarter of a second in

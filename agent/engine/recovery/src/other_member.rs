@@ -2,8 +2,8 @@
 
 use shorthorn_types::ByteRange;
 
-use crate::link::LinkError;
 use crate::rebuild::{RebuildError, SOURCE_HAS_LEFT, Source};
+use crate::replica_link::LinkError;
 
 /// The maximum number of blocks of one attempt that a source may be unable to read. With more, the next
 /// attempt reads another member: a disk that fails everywhere is not a source. A source that had failed

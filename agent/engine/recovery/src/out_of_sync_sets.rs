@@ -4,7 +4,7 @@ use shorthorn_types::{MarkRegions, Members, ReplicaId, ReplicaReport, View};
 use shorthorn_views::{lacks_room, out_of_sync_sets_to_forget};
 use shorthorn_wire::Welcome;
 
-use crate::link::ReplicaLink;
+use crate::replica_link::ReplicaLink;
 use crate::serving::{Address, KnownPeer, ServingEngine, members};
 
 /// Has a replica forget the out-of-sync sets of `gone`.

@@ -17,8 +17,8 @@ pub use self::error::RebuildError;
 use self::error::describe;
 use self::missing_regions::MissingRegions;
 pub use self::source::Source;
-use crate::link::{LinkError, ReplicaLink, regions_unless};
 use crate::offenders::BadSources;
+use crate::replica_link::{LinkError, ReplicaLink, regions_unless};
 use crate::serving::{Address, KnownPeer, ServingEngine, members};
 
 /// The maximum number of attempts to report the end of a copy.

@@ -4,7 +4,7 @@ use shorthorn_core::{EngineCore, Outputs, PeerIndex};
 use shorthorn_types::{Regions, ReplicaId, ReplicaReport, View};
 use shorthorn_wire::Welcome;
 
-use crate::link::{LinkError, ReplicaLink};
+use crate::replica_link::{LinkError, ReplicaLink};
 
 /// The knowledge of one replica that is kept beside the core.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

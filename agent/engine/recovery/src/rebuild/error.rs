@@ -3,7 +3,7 @@
 use shorthorn_types::{ByteRange, ReplicaId};
 
 use super::Source;
-use crate::link::LinkError;
+use crate::replica_link::LinkError;
 
 /// The reason why an attempt to rebuild the replica failed.
 #[derive(Debug)]
