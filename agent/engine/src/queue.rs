@@ -14,7 +14,7 @@ use crate::counters::RequestMeter;
 use crate::error::EngineError;
 use crate::events::MainEvent;
 use crate::failures::{DeviceError, Limiter};
-use crate::link::{self, Notice, QueueLink};
+use crate::queue_link::{self, Notice, QueueLink};
 use crate::shared::{QueueMessage, Shared};
 
 const WAKE: Token = Token { source: 3, kind: 0, index: 0, tag: 0 };
@@ -261,8 +261,8 @@ impl RunningQueue {
                     .on_completion(&mut io, completion)
                     .map_err(EngineError::system("the frontend's queue"))?;
             }
-            link::SOURCE => {
-                let peer = usize::from(link::peer_of(completion.token));
+            queue_link::SOURCE => {
+                let peer = usize::from(queue_link::peer_of(completion.token));
                 let Some(link) = links.get_mut(peer) else { return Ok(()) };
                 let notice = link.on_completion(completion, ring, arena, &mut self.events);
                 if let Some(Notice::Deposed { holder }) = notice {
@@ -469,7 +469,7 @@ mod tests {
     use shorthorn_core::DropCause;
 
     use super::*;
-    use crate::link::tests::ready;
+    use crate::queue_link::tests::ready;
 
     fn dropped(peer: PeerIndex) -> QueueMessage {
         QueueMessage::Do(Output::Drop { peer, reason: "test".to_owned(), cause: DropCause::Unused })
