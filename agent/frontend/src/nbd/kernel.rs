@@ -14,8 +14,8 @@ use shorthorn_types::limits::{MAX_IO_BYTES, SECTOR_BYTES};
 use shorthorn_types::{Errno, VolumeName};
 
 use super::connection::{ConnectionContext, FirstPhase};
+use super::driver_link::{self, OwnedDevice};
 use super::export::Export;
-use super::link::{self, OwnedDevice};
 use super::netlink::NewDevice;
 use super::protocol::transmission_flags;
 use super::service::NbdConnections;
@@ -95,7 +95,7 @@ pub fn prepare_nbd(spec: &FrontendSpec, handed_over: Vec<QueueSocket>) -> Result
     let (sender, broken) = mpsc::channel();
     let (mut queues, mut kernel_ends): (Vec<Box<dyn QueueFrontend>>, _) = (Vec::new(), Vec::new());
     let handed_over = if recovered.is_some() { handed_over } else { Vec::new() };
-    let mut handed_over = link::living(handed_over, record.queues);
+    let mut handed_over = driver_link::living(handed_over, record.queues);
     let taken = handed_over.iter().flatten().count();
     if recovered.is_some() {
         tracing::info!(
@@ -107,8 +107,8 @@ pub fn prepare_nbd(spec: &FrontendSpec, handed_over: Vec<QueueSocket>) -> Result
         let ours = match socket.take() {
             Some(socket) => socket,
             None => {
-                let (ours, kernels) =
-                    link::pair().map_err(|source| system("make the sockets of an NBD queue", source))?;
+                let (ours, kernels) = driver_link::pair()
+                    .map_err(|source| system("make the sockets of an NBD queue", source))?;
                 kernel_ends.push(kernels);
                 ours
             }
@@ -189,7 +189,7 @@ fn clear(volume: &VolumeName, device_dir: &Path, index: u32) -> Result<(), Front
 
 /// Disconnects device `index` and waits until it is gone.
 fn disconnect(index: u32) -> io::Result<()> {
-    link::call(move |driver| driver.disconnect(index))?;
+    driver_link::call(move |driver| driver.disconnect(index))?;
     let gone = wait::until(STOP_LIMIT, || Ok::<_, io::Error>((!sysfs::is_connected(index)).then_some(())))?;
     gone.ok_or_else(|| {
         let text = "the device is disconnected but open in another process; it is removed when that process \
@@ -242,7 +242,7 @@ impl KernelQueue {
         if !self.broken || !self.service.has_room() || is_closed {
             return;
         }
-        let (ours, kernels) = match link::pair() {
+        let (ours, kernels) = match driver_link::pair() {
             Ok(pair) => pair,
             Err(error) => {
                 tracing::error!(%error, "nbd: cannot make sockets for a new connection");
@@ -366,7 +366,7 @@ impl Device for NbdDevice {
         self.export.grow(size_bytes);
         let Some(index) = self.record.kernel_id else { return Ok(()) };
         let backend = self.backend.clone();
-        link::call(move |driver| driver.resize(index, &backend, size_bytes))
+        driver_link::call(move |driver| driver.resize(index, &backend, size_bytes))
             .map_err(|source| system(format!("resize {} to {size_bytes} bytes", sysfs::name(index)), source))
     }
 
@@ -395,7 +395,7 @@ impl NbdDevice {
     fn connect(&mut self) -> Result<u32, FrontendError> {
         let sockets = std::mem::take(&mut self.kernel_ends);
         let (size_bytes, backend) = (self.export.size_bytes(), self.backend.clone());
-        let connected = link::call(move |driver| {
+        let connected = driver_link::call(move |driver| {
             driver.connect(&NewDevice {
                 size_bytes,
                 block_bytes: SECTOR_BYTES,
@@ -421,7 +421,7 @@ impl NbdDevice {
             device.reconnect(&socket).map_err(|source| system(format!("reconnect {name}"), source))?;
         }
         if let Some(broken) = self.broken.take() {
-            link::spawn_reconnect(device, broken, Arc::clone(&self.closed))
+            driver_link::spawn_reconnect(device, broken, Arc::clone(&self.closed))
                 .map_err(|source| system("start the thread that repairs NBD connections", source))?;
         }
         if !new {
@@ -451,7 +451,7 @@ impl NbdDevice {
         }
         let backend = self.backend.clone();
         let size_bytes = self.export.size_bytes();
-        link::call(move |driver| driver.resize(index, &backend, size_bytes))
+        driver_link::call(move |driver| driver.resize(index, &backend, size_bytes))
             .map_err(|source| system(format!("resize {name} to {size_bytes} bytes"), source))
     }
 }

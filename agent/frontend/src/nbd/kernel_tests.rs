@@ -124,7 +124,7 @@ fn reply(kernel: &mut UnixStream) -> u64 {
 }
 
 fn pair() -> (OwnedFd, UnixStream) {
-    let (ours, kernels) = link::pair().unwrap();
+    let (ours, kernels) = driver_link::pair().unwrap();
     let kernels = UnixStream::from(kernels);
     kernels.set_read_timeout(Some(LIMIT)).unwrap();
     kernels.set_write_timeout(Some(LIMIT)).unwrap();

@@ -3,17 +3,17 @@
 //! From the client inwards, `protocol` and `handshake` are the bytes. `connection` turns them into requests
 //! of at most a slot's data each, kept in the tables of `command`. `share` decides which connection gets a
 //! slot, and `service` has the connections of one queue. The frontend `socket` listens on a Unix socket. The
-//! frontend `kernel` gives sockets to the kernel's driver (`link`) by `netlink`, and finds its device in
-//! `sysfs`.
+//! frontend `kernel` gives sockets to the kernel's driver (`driver_link`) by `netlink`, and finds its device
+//! in `sysfs`.
 
 mod command;
 mod connection;
+mod driver_link;
 mod export;
 #[cfg(shorthorn_fuzzing)]
 pub mod fuzzing;
 mod handshake;
 mod kernel;
-mod link;
 mod netlink;
 mod protocol;
 mod request;
