@@ -2,8 +2,8 @@
 //! give them up. The steps are those of [`shorthorn_recovery`], over simulated connections.
 
 mod attempt;
-mod link;
 mod rebuild_task;
+mod simulated_link;
 
 use std::cell::RefCell;
 use std::future::Future;
@@ -30,7 +30,7 @@ use crate::occurrence::Occurrence;
 use crate::simulation::Simulation;
 use crate::tasks::{all, until};
 use attempt::{MemberConnections, OpenAttempt};
-use link::{CallError, Via, Wire};
+use simulated_link::{CallError, Via, Wire};
 
 /// The simulation, for tasks.
 pub type Sim = Rc<RefCell<Simulation>>;

@@ -9,8 +9,8 @@ use anyhow::{Result, ensure};
 use nix::sys::signal::Signal;
 
 use super::faults::{Episode, FaultKind, Hit};
+use super::faulty_link::LinkDirection;
 use super::limits::{Times, limit};
-use super::link::LinkDirection;
 use super::pulse::Pulse;
 use super::report::{EngineEnds, EpisodeResult, Report};
 use super::volume::{Volume, VolumeProcess};

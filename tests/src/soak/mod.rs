@@ -6,10 +6,10 @@
 
 mod disk;
 mod faults;
+mod faulty_link;
 mod in_vm;
 mod lane;
 mod limits;
-mod link;
 mod pulse;
 mod report;
 mod supervisor;

@@ -17,7 +17,7 @@ use shorthorn_types::{Members, ReplicaId};
 
 use super::SoakOptions;
 use super::disk::Disk;
-use super::link::{FaultyLink, LinkDirection};
+use super::faulty_link::{FaultyLink, LinkDirection};
 use super::supervisor::Supervisor;
 use crate::network::{Network, address};
 use crate::{DeviceClient, NbdClient, VolumeClient, binary, compare_exports, engine_status, is_whole, until};

@@ -8,7 +8,7 @@ use shorthorn_recovery::{Grant, NotOpen, OpeningEngine, Proposal, Reached, propo
 use shorthorn_types::{Members, ReplicaId};
 use shorthorn_views::{FencedReplica, MemberSets, NoPlan, StartPlan, ViewChange};
 
-use super::link::{CallError, Via, Wire};
+use super::simulated_link::{CallError, Via, Wire};
 use super::{EngineHandle, RETRY_US};
 use crate::net::ConnId;
 use crate::occurrence::Occurrence;

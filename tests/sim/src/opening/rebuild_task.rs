@@ -12,7 +12,7 @@ use shorthorn_types::limits::BLOCK_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{CONTROL_QUEUE, CopyState, LayerList};
 
-use super::link::ControlLink;
+use super::simulated_link::ControlLink;
 use super::*;
 use crate::disk::SparseFile;
 use crate::net::RottenBlock;
