@@ -9,7 +9,7 @@ use shorthorn_pki::address::ServerUrl;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::task::JoinHandle;
 
-use super::{Fleet, link};
+use super::{Fleet, agent_stream};
 
 /// An agent that is followed, until this is dropped.
 struct Following {
@@ -78,7 +78,7 @@ impl Fleet {
             self.wake_all(&node);
         }
         let Some(url) = wanted.filter(|url| self.know(&node, url)) else { return };
-        let task = tokio::spawn(link::follow(Arc::clone(self), node.clone()));
+        let task = tokio::spawn(agent_stream::follow(Arc::clone(self), node.clone()));
         following.insert(node, Following { url, task });
     }
 

@@ -1,11 +1,11 @@
 //! Connects to the agents and keeps their observed states. No other part connects to them.
 
+mod agent_stream;
 mod cluster;
 mod connections;
 pub(crate) mod convert;
 mod discover;
 mod follow;
-mod link;
 mod requests;
 
 use std::collections::BTreeMap;
