@@ -16,7 +16,7 @@ use shorthorn_types::View;
 use shorthorn_types::limits::MAX_MEMBERS;
 
 use crate::connector::ReplicaConnector;
-use crate::shared::{Shared, lock};
+use crate::shared_core::{SharedCore, lock};
 use control_connections::ControlConnections;
 use snapshot_use::SnapshotUse;
 
@@ -25,7 +25,7 @@ use snapshot_use::SnapshotUse;
 pub struct EngineContext {
     pub connector: ReplicaConnector,
     pub queues: u16,
-    pub shared: Arc<Shared>,
+    pub shared: Arc<SharedCore>,
     peers: Mutex<Vec<Option<PeerContext>>>,
     control_connections: ControlConnections,
     pub snapshot_use: SnapshotUse,
@@ -53,7 +53,7 @@ impl EngineContext {
     pub fn new(
         connector: ReplicaConnector,
         queues: u16,
-        shared: Arc<Shared>,
+        shared: Arc<SharedCore>,
         peers: Vec<PeerContext>,
     ) -> EngineContext {
         let mut all: Vec<Option<PeerContext>> = peers.into_iter().map(Some).collect();

@@ -18,7 +18,7 @@ use crate::connection::finish;
 use crate::context::EngineContext;
 use crate::error::EngineError;
 use crate::events::{ExpansionProgress, MainEvent};
-use crate::shared::lock;
+use crate::shared_core::lock;
 
 /// Between two attempts: doubled after every failure.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);

@@ -25,7 +25,7 @@ mod queue_link;
 mod rebuild_tasks;
 mod scrubber;
 mod serving;
-mod shared;
+mod shared_core;
 mod state;
 mod status;
 

@@ -39,7 +39,7 @@ use crate::queue::Queue;
 use crate::queue_link::{LinkSlots, QueueLink};
 use crate::rebuild_tasks::RebuildTasks;
 use crate::serving::Serving;
-use crate::shared::{Shared, lock};
+use crate::shared_core::{SharedCore, lock};
 use crate::state::EngineState;
 use crate::status::{self, Meter, publish};
 
@@ -284,7 +284,7 @@ impl EngineProcess<'_> {
         mut self,
         opened: &OpenedVolume,
         device: &SharedDevice,
-        shared: &Arc<Shared>,
+        shared: &Arc<SharedCore>,
         threads: Threads,
     ) -> Result<Ended, EngineError> {
         let context = context(&self.spec, opened, Arc::clone(shared));
@@ -349,7 +349,7 @@ fn drain(
     serving: &Serving<'_>,
     (volume, generation): (&VolumeName, Generation),
     events: &Receiver<MainEvent>,
-    shared: &Shared,
+    shared: &SharedCore,
     queues: usize,
 ) -> Result<Vec<QueueSocket>, EngineError> {
     let begin = Instant::now();
@@ -445,14 +445,14 @@ fn start_queues(
     counters: &[Arc<QueueCounters>],
     record: &DeviceRecord,
     events: Sender<MainEvent>,
-) -> Result<(Arc<Shared>, Threads), EngineError> {
+) -> Result<(Arc<SharedCore>, Threads), EngineError> {
     let mut core = EngineCore::new(&core_config(spec, opened, record));
     let unknown = (0..).zip(&opened.volume.is_out_of_sync_complete).filter(|(_, is_complete)| !**is_complete);
     unknown.for_each(|(peer, _)| core.distrust(peer));
     let pairs = frontends.iter().map(|_| Wake::new()).collect::<Result<Vec<_>, _>>();
     let (wakes, wakers): (Vec<Wake>, Vec<_>) =
         pairs.map_err(EngineError::system("eventfd"))?.into_iter().unzip();
-    let shared = Arc::new(Shared::new(core, wakers, events));
+    let shared = Arc::new(SharedCore::new(core, wakers, events));
     let mut connections: Vec<_> =
         std::mem::take(&mut opened.volume.connections).into_iter().map(Vec::into_iter).collect();
     let mut threads = Vec::new();
@@ -506,7 +506,7 @@ fn core_config(spec: &EngineSpec, opened: &OpenedVolume, record: &DeviceRecord) 
 
 /// Returns the links of one queue, one for each of the [`MAX_MEMBERS`] places of replicas.
 fn links(
-    shared: &Shared,
+    shared: &SharedCore,
     queue: u16,
     generation: Generation,
     slots: LinkSlots,
@@ -525,7 +525,7 @@ fn links(
 }
 
 /// Collects the shared state of the rebuild tasks.
-fn context(spec: &EngineSpec, opened: &OpenedVolume, shared: Arc<Shared>) -> EngineContext {
+fn context(spec: &EngineSpec, opened: &OpenedVolume, shared: Arc<SharedCore>) -> EngineContext {
     let complete = opened.volume.is_out_of_sync_complete.iter().copied().chain(std::iter::repeat(false));
     let runs = opened.volume.runs.iter().copied().chain(std::iter::repeat(None));
     let peer = |((endpoint, is_complete), run): ((&ReplicaEndpoint, bool), Option<u64>)| PeerContext {

@@ -15,7 +15,7 @@ use crate::error::EngineError;
 use crate::events::MainEvent;
 use crate::failures::{DeviceError, Limiter};
 use crate::queue_link::{self, Notice, QueueLink};
-use crate::shared::{QueueMessage, Shared};
+use crate::shared_core::{QueueMessage, SharedCore};
 
 const WAKE: Token = Token { source: 3, kind: 0, index: 0, tag: 0 };
 /// The interval of the core's ticks while requests are in flight. The core needs four a second to notice late
@@ -40,7 +40,7 @@ pub struct Queue {
     /// The links, with a place for every possible replica.
     pub links: Vec<QueueLink>,
     pub frontend: Box<dyn QueueFrontend>,
-    pub shared: Arc<Shared>,
+    pub shared: Arc<SharedCore>,
     pub meter: RequestMeter,
 }
 
@@ -107,7 +107,7 @@ struct RunningQueue {
 }
 
 impl Queue {
-    /// Serves until [`Shared::stop`]; reports to the main thread if that is not possible.
+    /// Serves until [`SharedCore::stop`]; reports to the main thread if that is not possible.
     pub fn serve(self) {
         let (shared, index) = (Arc::clone(&self.shared), self.index);
         if let Err(error) = self.try_serve() {

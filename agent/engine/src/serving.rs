@@ -30,7 +30,7 @@ use crate::failures::{self, DeviceError};
 use crate::open::OpenedVolume;
 use crate::rebuild_tasks::RebuildTasks;
 use crate::scrubber::Scrubbing;
-use crate::shared::{Shared, lock};
+use crate::shared_core::{SharedCore, lock};
 use crate::state::EngineState;
 use crate::status;
 use copies::Copies;
@@ -228,7 +228,7 @@ impl<'a> Serving<'a> {
         self.rebuild_tasks.context()
     }
 
-    fn shared(&self) -> &Shared {
+    fn shared(&self) -> &SharedCore {
         &self.context().shared
     }
 

@@ -8,7 +8,7 @@ use shorthorn_types::ReplicaId;
 use shorthorn_types::limits::MAX_MEMBERS;
 
 use crate::connection::ReplicaConnection;
-use crate::shared::lock;
+use crate::shared_core::lock;
 
 /// The age at which an unused connection is replaced. A replica closes a connection that is silent for a
 /// minute.

@@ -27,7 +27,7 @@ pub enum QueueMessage {
 /// The core, shared by all threads. With one queue, which is the default, the lock is hardly ever contended;
 /// with several it is held for some hundred nanoseconds per batch.
 #[derive(Debug)]
-pub struct Shared {
+pub struct SharedCore {
     core: Mutex<EngineCore>,
     mailboxes: Vec<Mailbox>,
     pending: Mutex<Option<PendingView>>,
@@ -48,10 +48,10 @@ struct Mailbox {
     waker: Waker,
 }
 
-impl Shared {
-    pub fn new(core: EngineCore, wakers: Vec<Waker>, events: Sender<MainEvent>) -> Shared {
+impl SharedCore {
+    pub fn new(core: EngineCore, wakers: Vec<Waker>, events: Sender<MainEvent>) -> SharedCore {
         let mailbox = |waker| Mailbox { messages: Mutex::new(Vec::new()), waker };
-        Shared {
+        SharedCore {
             core: Mutex::new(core),
             mailboxes: wakers.into_iter().map(mailbox).collect(),
             pending: Mutex::new(None),
