@@ -3,7 +3,7 @@
 mod decider;
 mod execute;
 mod place_search;
-mod runs;
+mod reconcile_runs;
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ pub use crate::queue::{Depth, RunOutcome, WorkQueue};
 use decider::Decider;
 use execute::ActionRunner;
 use place_search::PlaceSearch;
-use runs::{Runner, Runs};
+use reconcile_runs::{ReconcileRunner, ReconcileRuns};
 
 /// Fills the queue with the objects that a change concerns, and starts runs over them.
 pub struct Worker {
@@ -29,7 +29,7 @@ pub struct Worker {
     fleet: Arc<Fleet>,
     queue: Arc<WorkQueue>,
     settings: Settings,
-    runner: Arc<Runner>,
+    runner: Arc<ReconcileRunner>,
 }
 
 impl std::fmt::Debug for Worker {
@@ -52,7 +52,7 @@ impl Worker {
     ) -> Arc<Worker> {
         let decider = Decider::new(Arc::clone(&store), Arc::clone(&fleet), settings);
         let action_runner = ActionRunner::new(Arc::clone(&store), Arc::clone(&fleet), broken, events);
-        let runner = Arc::new(Runner::new(Arc::clone(&queue), metrics, decider, action_runner));
+        let runner = Arc::new(ReconcileRunner::new(Arc::clone(&queue), metrics, decider, action_runner));
         Arc::new(Worker { store, fleet, queue, settings, runner })
     }
 
@@ -61,7 +61,7 @@ impl Worker {
     pub async fn run(self: Arc<Worker>) {
         let mut changes = self.store.changes();
         self.look_at_everything();
-        let (mut runs, mut search) = (Runs::new(Arc::clone(&self.runner)), PlaceSearch::new());
+        let (mut runs, mut search) = (ReconcileRuns::new(Arc::clone(&self.runner)), PlaceSearch::new());
         loop {
             let searches = search.is_due(|| self.queue.depth().ready);
             tokio::select! {

@@ -17,25 +17,25 @@ const RUNS_MAX: usize = 64;
 const URGENT_RUNS_MAX: usize = 32;
 
 /// A run: decides about an object, and carries the decision out.
-pub(super) struct Runner {
+pub(super) struct ReconcileRunner {
     queue: Arc<WorkQueue>,
     metrics: Metrics,
     decider: Decider,
     action_runner: ActionRunner,
 }
 
-impl Runner {
+impl ReconcileRunner {
     pub(super) fn new(
         queue: Arc<WorkQueue>,
         metrics: Metrics,
         decider: Decider,
         action_runner: ActionRunner,
-    ) -> Runner {
-        Runner { queue, metrics, decider, action_runner }
+    ) -> ReconcileRunner {
+        ReconcileRunner { queue, metrics, decider, action_runner }
     }
 
     /// Runs over an object that the queue has handed out, and hands it back.
-    async fn run(self: Arc<Runner>, key: Key) {
+    async fn run(self: Arc<ReconcileRunner>, key: Key) {
         let started = Instant::now();
         let outcome = match self.decider.decide(&key) {
             // The next decision knows why the place is not open any more.
@@ -56,14 +56,14 @@ impl Runner {
 }
 
 /// The runs in progress. Dropping them interrupts each between two actions, or within a call to an agent.
-pub(super) struct Runs {
-    runner: Arc<Runner>,
+pub(super) struct ReconcileRuns {
+    runner: Arc<ReconcileRunner>,
     running: JoinSet<()>,
 }
 
-impl Runs {
-    pub(super) fn new(runner: Arc<Runner>) -> Runs {
-        Runs { runner, running: JoinSet::new() }
+impl ReconcileRuns {
+    pub(super) fn new(runner: Arc<ReconcileRunner>) -> ReconcileRuns {
+        ReconcileRuns { runner, running: JoinSet::new() }
     }
 
     /// Returns true if another object may run.
@@ -99,15 +99,15 @@ mod tests {
     use crate::queue::Depth;
     use crate::store::{MemoryStore, Store};
 
-    fn runs() -> (Arc<WorkQueue>, Runs) {
+    fn runs() -> (Arc<WorkQueue>, ReconcileRuns) {
         let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
         let (queue, metrics) = (Arc::new(WorkQueue::new()), Metrics::default());
         let nodes = BTreeMap::new();
         let fleet = Fleet::new(&nodes, Arc::clone(&store), Arc::clone(&queue), metrics.clone()).unwrap();
         let decider = Decider::new(Arc::clone(&store), Arc::clone(&fleet), Settings::default());
         let action_runner = ActionRunner::new(store, fleet, mpsc::channel(1).0, None);
-        let runner = Runner::new(Arc::clone(&queue), metrics, decider, action_runner);
-        (queue, Runs::new(Arc::new(runner)))
+        let runner = ReconcileRunner::new(Arc::clone(&queue), metrics, decider, action_runner);
+        (queue, ReconcileRuns::new(Arc::new(runner)))
     }
 
     fn key(number: usize) -> Key {
