@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 
 use crate::objects::{ConditionType, DataState, Engine, MemberMode, Node, Replica, Volume, VolumeState};
 use crate::observed::{Agents, Detail, InstanceKey};
-use crate::{ClusterState, given_up};
+use crate::{ClusterState, given_up_places};
 
 /// An object that is still on a drained node or disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -214,7 +214,7 @@ pub fn is_last(cluster: &ClusterState, volume: &Volume, replica: &Replica) -> bo
     let mut others = cluster
         .replicas_of(&volume.spec.volume_name)
         .filter(|other| other.spec.replica_id != replica.spec.replica_id)
-        .filter(|other| !given_up::is_replica_given_up(cluster, other));
+        .filter(|other| !given_up_places::is_replica_given_up(cluster, other));
     has_all(replica) && !others.any(has_all)
 }
 

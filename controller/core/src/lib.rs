@@ -12,7 +12,7 @@
 //! - [`doctor`]: the checks of the setup of a cluster, with remedies.
 //! - [`drain`]: the replicas that are left on a drained node.
 //! - [`left_out`]: stored objects that the controller cannot use, and that still count.
-//! - [`given_up`]: nodes and disks that do not come back.
+//! - [`given_up_places`]: nodes and disks that do not come back.
 //! - [`lost_disk`], [`lost_node`]: giving up disks and nodes that do not come back.
 //! - [`orphans`]: directories of replicas that nothing stored names.
 //! - [`overview`]: the whole cluster on one screen.
@@ -57,7 +57,7 @@ pub mod drain;
 pub mod event_correlator;
 #[cfg(test)]
 mod example;
-pub mod given_up;
+pub mod given_up_places;
 pub mod left_out;
 pub mod lost_disk;
 pub mod lost_node;

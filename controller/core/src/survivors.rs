@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 
 use crate::objects::{DataState, Replica, Volume};
-use crate::{ClusterState, given_up};
+use crate::{ClusterState, given_up_places};
 
 /// The outcome for a volume with its remaining replicas, the best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -39,7 +39,8 @@ fn without_of(
     is_member: impl Fn(&Replica) -> bool,
 ) -> Survivors {
     let has_data = |replica: &&Replica| replica.status.data == DataState::Present;
-    let is_left = |replica: &&Replica| !is_lost(replica) && !given_up::is_replica_given_up(cluster, replica);
+    let is_left =
+        |replica: &&Replica| !is_lost(replica) && !given_up_places::is_replica_given_up(cluster, replica);
     let all: Vec<&Replica> = cluster.replicas_of(&volume.spec.volume_name).collect();
     let members: Vec<&Replica> = all.iter().copied().filter(|replica| is_member(replica)).collect();
     if !members.iter().any(|replica| has_data(replica) && is_lost(replica)) {

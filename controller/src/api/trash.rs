@@ -7,7 +7,7 @@ use shorthorn_controller_core::objects::{Key, Kind, Object, Replica, ReplicaSpec
 use shorthorn_controller_core::observed::InstanceKey;
 use shorthorn_controller_core::requests::RequestError;
 use shorthorn_controller_core::undelete::{Trashed, Undeletion, directories, undelete};
-use shorthorn_controller_core::{NodeName, Timestamp, csi, given_up};
+use shorthorn_controller_core::{NodeName, Timestamp, csi, given_up_places};
 use shorthorn_types::VolumeName;
 use tokio::sync::broadcast::error::RecvError;
 use tonic::Status;
@@ -172,7 +172,7 @@ impl Api {
             // One whose disk fails may stay for as long as that.
             let agent = agents.get(&replica.spec.node_id).filter(|agent| agent.is_synced());
             agent.is_some_and(|agent| !agent.failures.contains_key(&key))
-                && !given_up::is_disk_given_up(&cluster, replica)
+                && !given_up_places::is_disk_given_up(&cluster, replica)
         };
         cluster.left_behind(&name).any(is_asked)
     }

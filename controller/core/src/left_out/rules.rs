@@ -17,7 +17,8 @@ use crate::reconcile::{Context, Settings, reconcile};
 use crate::requests::{self, CreateVolume, RequestError, SalvageVolume};
 use crate::undelete::DeletionRecord;
 use crate::{
-    Action, AgentCall, ClusterState, Decision, NodeName, Timestamp, csi, drain, given_up, reboot, undelete,
+    Action, AgentCall, ClusterState, Decision, NodeName, Timestamp, csi, drain, given_up_places, reboot,
+    undelete,
 };
 
 fn key_of(kind: Kind, number: u64) -> Key {
@@ -90,8 +91,8 @@ fn a_left_out_object_does_not_count_as_missing() {
     );
     cluster = without(Kind::Node).cluster;
     is_left_out(requests::find_node(&cluster, "a"), Kind::Node);
-    assert!(!given_up::is_node_given_up(&cluster, &NodeName::new("a").unwrap()));
-    assert!(given_up::is_node_given_up(&cluster, &NodeName::new("z").unwrap()));
+    assert!(!given_up_places::is_node_given_up(&cluster, &NodeName::new("a").unwrap()));
+    assert!(given_up_places::is_node_given_up(&cluster, &NodeName::new("z").unwrap()));
 }
 
 #[test]

@@ -7,7 +7,7 @@ use crate::objects::{
 };
 use crate::observed::{AgentLink, ObservedAgent, ObservedDisk};
 use crate::requests::{CreateVolume, SetDisk};
-use crate::{Timestamp, given_up};
+use crate::{Timestamp, given_up_places};
 
 const DISK: &str = "/d";
 
@@ -105,7 +105,7 @@ fn a_disk_is_given_up_if_it_cannot_be_used_and_others_have_its_data_or_by_force(
         panic!("it is kept")
     };
     cluster.insert(node.into());
-    assert!(cluster.replicas.values().all(|replica| given_up::is_disk_given_up(&cluster, replica)));
+    assert!(cluster.replicas.values().all(|replica| given_up_places::is_disk_given_up(&cluster, replica)));
     assert!(matches!(remove(true, false).apply(&cluster, &agents(None)), Ok(Change::AlreadySo(_))));
     // It is well again.
     let (node, path, allow) = ("n".to_owned(), DISK.to_owned(), Some(true));

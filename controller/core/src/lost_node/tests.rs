@@ -3,7 +3,7 @@
 use shorthorn_types::{ReplicaId, VolumeName};
 
 use super::*;
-use crate::given_up;
+use crate::given_up_places;
 use crate::objects::{
     DataState, DesireState, Finding, Metadata, NodeSpec, NodeStatus, Replica, ReplicaSpec, Secret,
     StoredReplicaStatus, VolumeState,
@@ -98,13 +98,13 @@ impl Cluster {
 fn a_node_that_never_returns_is_given_up() {
     let mut cluster = Cluster::new();
     assert!(
-        !given_up::is_node_given_up(&cluster.state, &node("a"))
-            && given_up::is_node_given_up(&cluster.state, &node("z"))
+        !given_up_places::is_node_given_up(&cluster.state, &node("a"))
+            && given_up_places::is_node_given_up(&cluster.state, &node("z"))
     );
     let Change::Store(deleted) = cluster.delete(false).unwrap() else { panic!("it is so already") };
     assert_eq!(deleted.spec, cluster.state.nodes["a"].spec, "a deletion changes nothing else");
     cluster.state.insert(deleted.clone().into());
-    assert!(given_up::is_node_given_up(&cluster.state, &node("a")) && is_named(&cluster.state, "a"));
+    assert!(given_up_places::is_node_given_up(&cluster.state, &node("a")) && is_named(&cluster.state, "a"));
     assert_eq!(cluster.delete(false), Ok(Change::AlreadySo(deleted)));
     let unconfirmed = DeleteNode { name: "b".to_owned(), confirm: "a".to_owned(), force: true };
     let refused = unconfirmed.apply(&cluster.state, &cluster.agents, now());

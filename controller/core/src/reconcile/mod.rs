@@ -15,7 +15,7 @@ use shorthorn_types::limits::MAX_MEMBERS;
 use crate::objects::{EnginePhase, Key, Kind, Replica, Robustness, Volume, VolumeState};
 use crate::observed::{AgentLink, Agents, ObservedAgent};
 use crate::scheduler::SchedulingLimits;
-use crate::{ClusterState, Decision, NodeName, Timestamp, drain, given_up};
+use crate::{ClusterState, Decision, NodeName, Timestamp, drain, given_up_places};
 
 pub use self::volume::is_noticeable;
 
@@ -253,13 +253,13 @@ fn quiet_left(context: &Context<'_>, volume: Option<&Volume>) -> Duration {
 
 /// Returns true if the node does not answer, and the operator has given it up.
 fn is_given_up(context: &Context<'_>, node: &NodeName) -> bool {
-    given_up::is_node_given_up(context.cluster, node)
+    given_up_places::is_node_given_up(context.cluster, node)
         && matches!(reachability(context, node), Reachability::Unreachable(_))
 }
 
 /// Returns true if the data of the replica is not waited for, because its node or its disk is given up.
 fn has_lost_location(context: &Context<'_>, replica: &Replica) -> bool {
-    is_given_up(context, &replica.spec.node_id) || given_up::is_disk_given_up(context.cluster, replica)
+    is_given_up(context, &replica.spec.node_id) || given_up_places::is_disk_given_up(context.cluster, replica)
 }
 
 /// Returns the rest of `limit` since `start`. If the clock was set back, no time counts as passed.

@@ -4,7 +4,7 @@ use shorthorn_controller_core::objects::{
     ConditionType, CurrentState, Engine, MemberMode, Object, Replica, Robustness, Volume, VolumeState,
 };
 use shorthorn_controller_core::observed::{Detail, InstanceKey, InstanceKind};
-use shorthorn_controller_core::{AgentCall, NodeName, StartEngine, drain, given_up};
+use shorthorn_controller_core::{AgentCall, NodeName, StartEngine, drain, given_up_places};
 use shorthorn_types::{Generation, Members, View, ViewId};
 
 use super::Sim;
@@ -187,7 +187,7 @@ impl Sim {
     /// Returns true if that node is lost, and the operator has said so.
     fn is_given_up(&self, node: &NodeName) -> bool {
         self.lost.is_some_and(|at| self.nodes[at].name == *node)
-            && given_up::is_node_given_up(&self.store, node)
+            && given_up_places::is_node_given_up(&self.store, node)
     }
 
     /// Checks that a replica is forgotten with its data only if its node is given up, and only if no engine
