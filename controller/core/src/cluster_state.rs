@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use shorthorn_types::VolumeName;
 
-use crate::left_out::LeftOuts;
+use crate::left_out_objects::LeftOuts;
 use crate::objects::{Engine, Key, Kind, Metadata, Node, Object, Replica, ResourceVersion, Volume};
 pub use index::UsefulRoom;
 pub use replicas::{Replicas, ScheduledBytes};

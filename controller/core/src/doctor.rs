@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use shorthorn_types::status::{CheckOutcome, Frontend};
 
-use crate::left_out::LeftOut;
+use crate::left_out_objects::LeftOut;
 use crate::objects::{ConditionType, Key, Node, Robustness, Volume};
 use crate::observed::{AgentInfo, Agents, Detail, ObservedAgent};
 use crate::scheduler::SchedulingLimits;

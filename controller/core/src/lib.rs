@@ -11,7 +11,7 @@
 //! - [`claimed`]: which volumes a PersistentVolume of Kubernetes needs.
 //! - [`doctor`]: the checks of the setup of a cluster, with remedies.
 //! - [`drain`]: the replicas that are left on a drained node.
-//! - [`left_out`]: stored objects that the controller cannot use, and that still count.
+//! - [`left_out_objects`]: stored objects that the controller cannot use, and that still count.
 //! - [`given_up_places`]: nodes and disks that do not come back.
 //! - [`lost_disk`], [`lost_node`]: giving up disks and nodes that do not come back.
 //! - [`orphans`]: directories of replicas that nothing stored names.
@@ -58,7 +58,7 @@ pub mod event_correlator;
 #[cfg(test)]
 mod example;
 pub mod given_up_places;
-pub mod left_out;
+pub mod left_out_objects;
 pub mod lost_disk;
 pub mod lost_node;
 pub mod lost_node_pods;

@@ -24,7 +24,7 @@ use shorthorn_types::VolumeName;
 use crate::objects::{
     ConditionType, CurrentState, Engine, EnginePhase, Key, Kind, MemberMode, Replica, Volume, VolumeState,
 };
-use crate::{ClusterState, NodeName, Timestamp, drain, left_out};
+use crate::{ClusterState, NodeName, Timestamp, drain, left_out_objects};
 
 /// A volume that holds a restart up.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -148,7 +148,7 @@ fn all_holds(cluster: &ClusterState, name: &str) -> BTreeMap<NodeName, String> {
     let known = cluster.volumes.get(name).map(|volume| replica_holds(cluster, volume));
     let mut holds = known.unwrap_or_default();
     for (key, left_out) in cluster.left_out().of_volume(name) {
-        let message = left_out::refusal(key, left_out);
+        let message = left_out_objects::refusal(key, left_out);
         let there = cluster.nodes.keys().filter(|node| left_out.may_be_on(node));
         let there = there.filter_map(|node| NodeName::new(node).ok());
         let volume = VolumeName::new(name).ok();

@@ -1,7 +1,7 @@
 //! Objects that are stored and that the controller cannot use, beside the others.
 
 use crate::ClusterState;
-use crate::left_out::{LeftOut, LeftOuts, refusal};
+use crate::left_out_objects::{LeftOut, LeftOuts, refusal};
 use crate::objects::{Key, Kind};
 
 impl ClusterState {

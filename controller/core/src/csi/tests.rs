@@ -1,7 +1,7 @@
 use std::num::NonZeroU64;
 
 use super::*;
-use crate::left_out::LeftOut;
+use crate::left_out_objects::LeftOut;
 use crate::objects::{
     ConditionType, Conditions, CurrentState, DesireState, Engine, EngineSpec, Finding, Frontend, Key, Kind,
     Metadata, Node, NodeSpec, NodeStatus, SECRET_BYTES, Secret, StoredEngineStatus, Volume, VolumeState,

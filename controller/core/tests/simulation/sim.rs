@@ -8,7 +8,7 @@ mod rules;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use shorthorn_controller_core::left_out::LeftOut;
+use shorthorn_controller_core::left_out_objects::LeftOut;
 use shorthorn_controller_core::lost_node::DeleteNode;
 use shorthorn_controller_core::objects::{Key, Kind, Object, ResourceVersion, Secret, Volume};
 use shorthorn_controller_core::observed::{CallFailure, InstanceKey, InstanceKind, InstanceState};

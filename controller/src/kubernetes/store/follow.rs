@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kube::api::{Api, DynamicObject, ListParams};
-use shorthorn_controller_core::left_out::LeftOut;
+use shorthorn_controller_core::left_out_objects::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object};
 use shorthorn_controller_core::{Event, Timestamp};
 use shorthorn_kube::{GROUP, plural, resource};

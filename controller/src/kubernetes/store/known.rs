@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLockReadGuard};
 
 use shorthorn_controller_core::ClusterState;
-use shorthorn_controller_core::left_out::LeftOut;
+use shorthorn_controller_core::left_out_objects::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object, Replica, ResourceVersion};
 use tokio::sync::broadcast;
 

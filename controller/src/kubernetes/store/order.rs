@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use shorthorn_controller_core::ClusterState;
-use shorthorn_controller_core::left_out::LeftOut;
+use shorthorn_controller_core::left_out_objects::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object, ResourceVersion};
 
 /// The state, besides the objects, that is needed to judge incoming versions.

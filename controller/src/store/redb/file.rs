@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition};
 use serde_json::Value;
 use shorthorn_controller_core::ClusterState;
-use shorthorn_controller_core::left_out::LeftOut;
+use shorthorn_controller_core::left_out_objects::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object};
 
 use crate::store::StoreError;

@@ -1,6 +1,6 @@
 use super::*;
 use crate::example::{Example, status_of_engine};
-use crate::left_out::LeftOut;
+use crate::left_out_objects::LeftOut;
 use crate::observed::{AgentInfo, AgentLink, Agents, EngineStatus, ObservedDisk, ObservedEngine};
 use crate::reconcile::{Settings, UNREACHABLE_AFTER};
 use crate::{ClusterState, Timestamp};

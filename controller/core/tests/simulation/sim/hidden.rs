@@ -1,7 +1,7 @@
 //! Objects that the store cannot read for a while. Rules look at all objects; the controller does not see
 //! these.
 
-use shorthorn_controller_core::left_out::LeftOut;
+use shorthorn_controller_core::left_out_objects::LeftOut;
 use shorthorn_controller_core::objects::Key;
 
 use super::{Sim, choose};

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use serde_json::json;
 
 use crate::example::{DISK, Example, id, now};
-use crate::left_out::LeftOut;
+use crate::left_out_objects::LeftOut;
 use crate::lost_disk::RemoveDisk;
 use crate::lost_node::DeleteNode;
 use crate::objects::{CurrentState, DesireState, Key, Kind, Object, Secret, VolumeState};
