@@ -71,7 +71,7 @@ pub mod reconcile;
 pub mod requests;
 pub mod salvage;
 pub mod scheduler;
-pub mod survivors;
+pub mod surviving_replicas;
 pub mod undelete;
 pub mod why;
 

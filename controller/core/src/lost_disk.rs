@@ -9,7 +9,7 @@
 use crate::objects::{Node, Replica};
 use crate::observed::{Agents, ObservedDisk};
 use crate::requests::{Change, RequestError, find_node};
-use crate::survivors::Losses;
+use crate::surviving_replicas::Losses;
 use crate::{ClusterState, NodeName};
 
 /// The operator's decision to remove a disk.

@@ -8,7 +8,7 @@
 use crate::objects::{ConditionType, Node, Replica, Volume};
 use crate::observed::{Agents, ObservedAgent};
 use crate::requests::{Change, RequestError, find_node};
-use crate::survivors::{Losses, listed};
+use crate::surviving_replicas::{Losses, listed};
 use crate::{ClusterState, NodeName, Timestamp, drain};
 
 /// Returns true if a stored object is still on the node, or may be.
