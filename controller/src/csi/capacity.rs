@@ -6,7 +6,7 @@ use shorthorn_api::csi::v1;
 use shorthorn_controller_core::Timestamp;
 use shorthorn_controller_core::objects::{SECRET_BYTES, Secret, Volume};
 use shorthorn_controller_core::requests::CreateVolume;
-use shorthorn_controller_core::scheduler::{self, PlacementRequest, Room};
+use shorthorn_controller_core::scheduler::{self, FreeCapacity, PlacementRequest};
 use shorthorn_csi::CsiError;
 use shorthorn_types::limits::BLOCK_BYTES;
 
@@ -17,19 +17,19 @@ use super::{CsiController, arguments};
 const NAME: &str = "capacity";
 
 impl CsiController {
-    /// Returns the room for volumes like this one. If a volume may begin with fewer replicas, its largest
-    /// size is the largest that has a place for one replica. Kubernetes schedules no pod whose volume is
-    /// larger than that.
-    fn room(&self, volume: &Volume) -> Room {
+    /// Returns the free capacity for volumes like this one. If a volume may begin with fewer replicas, its
+    /// largest size is the largest that has a place for one replica. Kubernetes schedules no pod whose volume
+    /// is larger than that.
+    fn free_capacity(&self, volume: &Volume) -> FreeCapacity {
         let nodes = scheduler::candidates_for_new(&self.store.state(), &self.fleet.agents());
         let request = PlacementRequest::of(volume, self.settings.scheduling);
         let wanted = volume.spec.number_of_replicas;
-        let whole = scheduler::room(&request, &nodes, wanted);
+        let whole = scheduler::free_capacity(&request, &nodes, wanted);
         if !self.settings.degraded_creation || wanted <= 1 {
             return whole;
         }
-        let largest_bytes = scheduler::room(&request, &nodes, 1).largest_bytes;
-        Room { available_bytes: whole.available_bytes.max(largest_bytes), largest_bytes }
+        let largest_bytes = scheduler::free_capacity(&request, &nodes, 1).largest_bytes;
+        FreeCapacity { available_bytes: whole.available_bytes.max(largest_bytes), largest_bytes }
     }
 
     /// Returns the capacity for volumes with these parameters. It is the same for every part of the cluster
@@ -47,16 +47,16 @@ impl CsiController {
         let volume = sketch.map_err(IntoCsiError::into_csi_error)?;
         let segment = request.accessible_topology.as_ref().map(arguments::segment).transpose()?;
         let is_reached = segment.is_none_or(|segment| segment.has_node(&self.store.state()));
-        let room = if is_reached {
+        let free = if is_reached {
             let parameters = request.parameters.into_iter().collect();
-            self.rooms.get(parameters, Instant::now(), || self.room(&volume))
+            self.capacity_cache.get(parameters, Instant::now(), || self.free_capacity(&volume))
         } else {
-            Room::default()
+            FreeCapacity::default()
         };
         let bytes = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
         Ok(v1::GetCapacityResponse {
-            available_capacity: bytes(room.available_bytes),
-            maximum_volume_size: Some(bytes(room.largest_bytes)),
+            available_capacity: bytes(free.available_bytes),
+            maximum_volume_size: Some(bytes(free.largest_bytes)),
             minimum_volume_size: Some(bytes(BLOCK_BYTES)),
         })
     }

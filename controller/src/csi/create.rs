@@ -124,8 +124,8 @@ impl CsiController {
     }
 
     fn created(&self, volume: &VolumeName) -> Result<v1::CreateVolumeResponse, CsiError> {
-        // Before the state is locked: the holder of the lock of the rooms may wait for the state.
-        self.rooms.forget();
+        // Before the state is locked: the holder of the lock of the cache may wait for the state.
+        self.capacity_cache.forget();
         let cluster = self.store.state();
         let found = cluster.volumes.get(volume.as_str()).filter(|volume| !volume.is_deleting());
         let message = || CsiError::Aborted(format!("volume {volume} was deleted meanwhile; ask again"));
@@ -150,7 +150,7 @@ impl CsiController {
             Err(error) => return Err(error),
         }
         self.wait(&volume, deadline, |cluster| csi::is_deleted(cluster, name).then_some(())).await?;
-        self.rooms.forget();
+        self.capacity_cache.forget();
         Ok(v1::DeleteVolumeResponse {})
     }
 }

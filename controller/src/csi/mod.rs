@@ -11,10 +11,10 @@
 mod arguments;
 mod call;
 mod capacity;
+mod capacity_cache;
 mod create;
 mod deadline;
 mod expand;
-mod free_capacity;
 mod list;
 mod publish;
 mod server;

@@ -10,8 +10,8 @@ use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
 use super::call::CsiCall;
+use super::capacity_cache::CapacityCache;
 use super::deadline::wait_limit;
-use super::free_capacity::Rooms;
 use crate::agents::Fleet;
 use crate::counters::Metrics;
 use crate::kubernetes::events::EventSender;
@@ -31,7 +31,7 @@ pub struct CsiController {
     /// True once the controller is on its way out: waits end then.
     pub(super) stopping: watch::Receiver<bool>,
     pub(super) settings: Settings,
-    pub(super) rooms: Arc<Rooms>,
+    pub(super) capacity_cache: Arc<CapacityCache>,
     /// None: only answers and the log report anything.
     pub(super) events: Option<EventSender>,
     metrics: Metrics,
@@ -60,7 +60,7 @@ impl CsiController {
             counting: Arc::default(),
             stopping,
             settings,
-            rooms: Arc::default(),
+            capacity_cache: Arc::default(),
             events: None,
             metrics,
         }

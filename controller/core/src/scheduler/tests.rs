@@ -379,14 +379,14 @@ fn every_score_of_disks_decides_if_those_before_it_are_equal() {
 }
 
 #[test]
-fn the_room_is_for_volumes_with_as_many_replicas_as_wanted() {
+fn the_free_capacity_is_for_volumes_with_as_many_replicas_as_wanted() {
     let nodes = [plain("a"), plain("b"), node("c", vec![disk("/1", 100, 60)])];
-    let rooms = |wanted| {
-        let Room { available_bytes, largest_bytes } = room(&request(0), &nodes, wanted);
+    let capacities = |wanted| {
+        let FreeCapacity { available_bytes, largest_bytes } = free_capacity(&request(0), &nodes, wanted);
         (available_bytes / GIB, largest_bytes / GIB)
     };
-    assert_eq!([1, 2, 3, 4].map(rooms), [(210, 90), (105, 90), (70, 30), (0, 0)]);
-    assert_eq!(room(&request(0), &[], 1), Room::default());
+    assert_eq!([1, 2, 3, 4].map(capacities), [(210, 90), (105, 90), (70, 30), (0, 0)]);
+    assert_eq!(free_capacity(&request(0), &[], 1), FreeCapacity::default());
 }
 
 #[test]
@@ -546,7 +546,7 @@ proptest! {
         for disk in nodes.iter_mut().flat_map(|node| &mut node.disks) {
             (disk.same_volume, disk.excused) = (0, 0);
         }
-        let Room { available_bytes, largest_bytes } = room(&request, &nodes, wanted);
+        let FreeCapacity { available_bytes, largest_bytes } = free_capacity(&request, &nodes, wanted);
         prop_assert!(available_bytes >= largest_bytes);
         let fits = |size_bytes: u64| {
             let request = PlacementRequest { size_bytes, ..request.clone() };

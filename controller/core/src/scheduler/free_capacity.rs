@@ -6,9 +6,9 @@ use super::request::{NodeCandidate, PlacementRequest};
 use super::schedule;
 use super::zones::Zones;
 
-/// The room for further volumes of some kind.
+/// The capacity that is free for further volumes of some kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Room {
+pub struct FreeCapacity {
     /// The bytes for all volumes together: the sum of the bytes that can be scheduled, divided by the number
     /// of replicas.
     pub available_bytes: u64,
@@ -16,19 +16,22 @@ pub struct Room {
     pub largest_bytes: u64,
 }
 
-/// Returns the room for volumes of `wanted` replicas; the size in `request` does not matter.
+/// Returns the free capacity for volumes of `wanted` replicas; the size in `request` does not matter.
 #[must_use]
-pub fn room(request: &PlacementRequest, nodes: &[NodeCandidate], wanted: u32) -> Room {
+pub fn free_capacity(request: &PlacementRequest, nodes: &[NodeCandidate], wanted: u32) -> FreeCapacity {
     let largest_bytes = largest(request, nodes, wanted);
     if largest_bytes == 0 {
-        return Room::default();
+        return FreeCapacity::default();
     }
     let smallest = PlacementRequest { size_bytes: BLOCK_BYTES, ..request.clone() };
     let choices = Zones::of(nodes).count(&smallest, nodes);
     let rooms = choices.iter().map(|(at, disk_at)| nodes[*at].disks[*disk_at].room_bytes(request.limits));
     let sum: u128 = rooms.map(u128::from).sum();
     let available_bytes = u64::try_from(sum / u128::from(wanted.max(1))).unwrap_or(u64::MAX);
-    Room { available_bytes: (available_bytes / BLOCK_BYTES * BLOCK_BYTES).max(largest_bytes), largest_bytes }
+    FreeCapacity {
+        available_bytes: (available_bytes / BLOCK_BYTES * BLOCK_BYTES).max(largest_bytes),
+        largest_bytes,
+    }
 }
 
 /// Returns the largest volume that has a place. A size that does not fit rules out all larger ones, so the

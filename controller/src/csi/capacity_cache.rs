@@ -4,18 +4,18 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use shorthorn_controller_core::scheduler::Room;
+use shorthorn_controller_core::scheduler::FreeCapacity;
 
 /// Lifetime of a figure. The external-provisioner asks for each part of the cluster, one after the other.
-const ROOM_LIFE: Duration = Duration::from_secs(1);
+const FIGURE_LIFE: Duration = Duration::from_secs(1);
 /// The most sets of parameters of which figures are kept.
-const ROOMS_MAX: usize = 64;
+const FIGURES_MAX: usize = 64;
 
 /// The free capacity for some sets of parameters, as it was a moment ago. Looking at all nodes takes long.
 #[derive(Debug, Default)]
-pub(super) struct Rooms(Mutex<BTreeMap<BTreeMap<String, String>, (Instant, Room)>>);
+pub(super) struct CapacityCache(Mutex<BTreeMap<BTreeMap<String, String>, (Instant, FreeCapacity)>>);
 
-impl Rooms {
+impl CapacityCache {
     /// A volume has come or gone: its caller sees that at once.
     pub(super) fn forget(&self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
@@ -27,18 +27,18 @@ impl Rooms {
         &self,
         parameters: BTreeMap<String, String>,
         now: Instant,
-        look: impl FnOnce() -> Room,
-    ) -> Room {
-        let mut rooms = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        rooms.retain(|_, (at, _)| now.saturating_duration_since(*at) < ROOM_LIFE);
-        if let Some((_, room)) = rooms.get(&parameters) {
-            return *room;
+        look: impl FnOnce() -> FreeCapacity,
+    ) -> FreeCapacity {
+        let mut figures = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        figures.retain(|_, (at, _)| now.saturating_duration_since(*at) < FIGURE_LIFE);
+        if let Some((_, figure)) = figures.get(&parameters) {
+            return *figure;
         }
-        let room = look();
-        if rooms.len() < ROOMS_MAX {
-            rooms.insert(parameters, (now, room));
+        let figure = look();
+        if figures.len() < FIGURES_MAX {
+            figures.insert(parameters, (now, figure));
         }
-        room
+        figure
     }
 }
 
@@ -52,15 +52,15 @@ mod tests {
 
     #[test]
     fn nodes_are_searched_once_a_second_for_each_set_of_parameters() {
-        let (rooms, start) = (Rooms::default(), Instant::now());
+        let (cache, start) = (CapacityCache::default(), Instant::now());
         let mut looks = 0;
         let mut get = |replicas, after_ms| {
             let now = start + Duration::from_millis(after_ms);
             let look = || {
                 looks += 1;
-                Room { available_bytes: looks, ..Room::default() }
+                FreeCapacity { available_bytes: looks, ..FreeCapacity::default() }
             };
-            rooms.get(parameters(replicas), now, look).available_bytes
+            cache.get(parameters(replicas), now, look).available_bytes
         };
         assert_eq!([get(1, 0), get(1, 500), get(2, 600), get(1, 999)], [1, 1, 2, 1]);
         assert_eq!([get(1, 1000), get(2, 1500), get(2, 1600)], [3, 2, 4]);
@@ -68,10 +68,10 @@ mod tests {
 
     #[test]
     fn many_sets_of_parameters_take_no_more_memory() {
-        let (rooms, now) = (Rooms::default(), Instant::now());
+        let (cache, now) = (CapacityCache::default(), Instant::now());
         for replicas in 0..1000 {
-            rooms.get(parameters(replicas), now, Room::default);
+            cache.get(parameters(replicas), now, FreeCapacity::default);
         }
-        assert_eq!(rooms.0.lock().unwrap().len(), ROOMS_MAX);
+        assert_eq!(cache.0.lock().unwrap().len(), FIGURES_MAX);
     }
 }
