@@ -4,19 +4,19 @@
 //! The shell has the wire, the waiting and the codes. The changes of calls are decided here, on one state of
 //! the cluster state, and stored by compare-and-swap. So no other change comes in between.
 
-mod life;
 mod name;
 mod parameters;
 mod size;
+mod volume_calls;
 
-pub use life::{
+pub use name::{CsiNameError, MAX_NAME_BYTES, attachment_name, volume_name};
+pub use parameters::{PARAMETERS, Parameter, ParameterError, ignored, longhorn_parameters, parameters};
+pub use size::{DEFAULT_VOLUME_BYTES, SizeError, fits, size_of_grown, size_of_new};
+pub use volume_calls::{
     NewVolume, PlacementState, SizedError, delete, expand, is_away, is_deleted, is_published, is_unknown,
     max_volumes, placement, publish, published_node, published_nodes_of_unknown, undo, unknown_volumes,
     unpublish, waits_for,
 };
-pub use name::{CsiNameError, MAX_NAME_BYTES, attachment_name, volume_name};
-pub use parameters::{PARAMETERS, Parameter, ParameterError, ignored, longhorn_parameters, parameters};
-pub use size::{DEFAULT_VOLUME_BYTES, SizeError, fits, size_of_grown, size_of_new};
 
 use crate::ClusterState;
 

@@ -1,4 +1,4 @@
-//! The life of a volume as a CSI caller sees it.
+//! The calls of CSI about one volume, from its creation to its deletion.
 
 use std::collections::BTreeSet;
 use std::num::NonZeroU64;
