@@ -2,9 +2,9 @@
 //!
 //! [`BlockSums`] decides by the sums whether a block is sound. It does not know which requests there are.
 
-mod comparing;
-mod lost;
-mod rot;
+mod comparison;
+mod known_rot;
+mod lost_blocks;
 
 use std::io;
 
@@ -15,8 +15,8 @@ use shorthorn_store::{BLOCKS_PER_SUM_PAGE, BlockSumsFile, LostBlocks, SUM_PAGE_S
 use shorthorn_types::ByteRange;
 use shorthorn_types::limits::BLOCK_BYTES;
 
-pub(crate) use self::lost::{NotRecorded, is_rot_of_head};
-pub(crate) use self::rot::Modification;
+pub(crate) use self::known_rot::Modification;
+pub(crate) use self::lost_blocks::{NotRecorded, is_rot_of_head};
 use super::block::{block_ranges, number_in_page, number_of};
 use super::sum_file::SumFile;
 use super::sum_job::SumJob;

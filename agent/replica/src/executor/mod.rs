@@ -10,7 +10,6 @@ mod block;
 mod block_sums;
 mod buffers;
 mod cached_layer_sums;
-mod comparing;
 mod copying;
 mod data;
 mod durable_state;
@@ -23,16 +22,17 @@ mod layer_check;
 mod layer_repair;
 mod layers;
 mod load;
-mod lost;
 mod marking;
+mod modifying;
 mod operation;
 mod piece;
 mod read_planner;
+mod recording_lost;
 mod region_sets;
 mod repairing;
+mod request_check;
 mod request_io;
 mod requests;
-mod rot;
 mod sum_file;
 mod sum_job;
 mod sum_pages;
@@ -75,8 +75,8 @@ use crate::state::Owner;
 /// It is composed of parts. Each has its own state, rules and tests, in a module of its own that does not
 /// know the executor. The methods of the executor pass requests, completions and answers between the parts.
 /// If a rule needs two parts, the executor passes one to the other. The modules `data`, `zeroing`, `layers`,
-/// `syncing`, `marking`, `summing`, `comparing`, `rot`, `lost`, `layer_check`, `repairing`, `copying` and
-/// `expansion` have the methods by topic.
+/// `syncing`, `marking`, `summing`, `request_check`, `modifying`, `recording_lost`, `layer_check`,
+/// `repairing`, `copying` and `expansion` have the methods by topic.
 #[derive(Debug)]
 pub(crate) struct Executor {
     store: Store,
