@@ -25,7 +25,7 @@ pub enum ChangeProgress {
     /// Exactly half of a view that it replaces: the arbiter has to grant it.
     NeedsGrant,
     /// The view has its quorums and is committed.
-    Through,
+    Committed,
 }
 
 impl ViewChange {
@@ -72,7 +72,7 @@ impl ViewChange {
         match honoured.map(|view| quorum(&view.members, &self.stored)).min() {
             Some(Quorum::Less) | None => ChangeProgress::NoQuorum,
             Some(Quorum::Half) if !self.granted => ChangeProgress::NeedsGrant,
-            Some(Quorum::Half | Quorum::More) => ChangeProgress::Through,
+            Some(Quorum::Half | Quorum::More) => ChangeProgress::Committed,
         }
     }
 }
@@ -105,7 +105,7 @@ mod tests {
         change.stored(id(1));
         assert_eq!(change.progress(), ChangeProgress::Storing);
         change.stored(id(2));
-        assert_eq!(change.progress(), ChangeProgress::Through);
+        assert_eq!(change.progress(), ChangeProgress::Committed);
     }
 
     #[test]
@@ -114,7 +114,7 @@ mod tests {
         change.stored(id(1));
         assert_eq!(change.progress(), ChangeProgress::NeedsGrant);
         change.granted();
-        assert_eq!(change.progress(), ChangeProgress::Through);
+        assert_eq!(change.progress(), ChangeProgress::Committed);
     }
 
     #[test]
@@ -130,7 +130,7 @@ mod tests {
         let mut change = change(&[1, 2, 3], &[1]);
         change.stored(id(1));
         change.stored(id(3));
-        assert_eq!(change.progress(), ChangeProgress::Through);
+        assert_eq!(change.progress(), ChangeProgress::Committed);
     }
 
     #[test]
@@ -141,6 +141,6 @@ mod tests {
         change.stored(id(1));
         assert_eq!(change.progress(), ChangeProgress::NeedsGrant);
         change.stored(id(3));
-        assert_eq!(change.progress(), ChangeProgress::Through);
+        assert_eq!(change.progress(), ChangeProgress::Committed);
     }
 }

@@ -94,7 +94,7 @@ fn the_higher_generation_continues_and_no_write_is_lost() {
     assert_ne!(volume.arbiter.granted(), Some(alone), "it was granted to the other process only");
     volume.arbiter = volume.arbiter.ask(7, alone, &only(both), &alone.members).unwrap();
     change.granted();
-    assert_eq!(change.progress(), ChangeProgress::Through);
+    assert_eq!(change.progress(), ChangeProgress::Committed);
 
     // The next engine reaches the second one alone.
     let eight = Generation::new(8, 0).of_nonce(1);

@@ -403,7 +403,7 @@ impl Membership {
         let (target, old) = (change.target, self.view.members);
         match change.progress() {
             ChangeProgress::Storing => MembershipStep::Wait,
-            ChangeProgress::Through => self.install(target),
+            ChangeProgress::Committed => self.install(target),
             ChangeProgress::NeedsGrant if self.phase.is_asked() => MembershipStep::Wait,
             ChangeProgress::NeedsGrant => {
                 let change = change.clone();

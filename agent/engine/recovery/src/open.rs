@@ -349,7 +349,7 @@ async fn commit_first_view<E: OpeningEngine>(
     if let Some(holder) = deposed_by {
         return Err(NotOpen::Deposed(holder));
     }
-    if change.progress() != ChangeProgress::Through || kept.len() != view.members.len() {
+    if change.progress() != ChangeProgress::Committed || kept.len() != view.members.len() {
         return Err(NotOpen::aborted(format!("view {view} is not complete: {}", refused.join("; "))));
     }
     let combined = combine_sets(&kept, request.replicas.len(), Regions::of(request.size_bytes).count());

@@ -107,7 +107,7 @@ impl Model {
 
     /// Installs the proposed view if it is complete.
     fn install_if_complete(&self, state: &mut State, engine: u8) {
-        if self.progress(state, state.engine(engine)) != Some(ChangeProgress::Through) {
+        if self.progress(state, state.engine(engine)) != Some(ChangeProgress::Committed) {
             return;
         }
         let at = state.engine_mut(engine);

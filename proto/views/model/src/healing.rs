@@ -99,7 +99,7 @@ impl Start<'_> {
             self.ask(&mut change, &proposal)?;
         }
         match change.progress() {
-            ChangeProgress::Through => Ok(()),
+            ChangeProgress::Committed => Ok(()),
             progress => Err(Failed::NotThrough(format!("{progress:?}, from {reports:?}"))),
         }
     }

@@ -133,7 +133,7 @@ impl Rules {
         let progress = change.progress();
         match self.mutation {
             Some(Mutation::LessThanHalf) if progress == ChangeProgress::NoQuorum => match underway.granted {
-                true => ChangeProgress::Through,
+                true => ChangeProgress::Committed,
                 false => ChangeProgress::NeedsGrant,
             },
             Some(Mutation::CountFenced) if !engine.served && progress != ChangeProgress::Storing => {
@@ -144,7 +144,7 @@ impl Rules {
                 with(change, &members(left_out)).progress()
             }
             Some(Mutation::EarlyMember) if progress == ChangeProgress::Storing => match engine.rebuilt {
-                Some(rebuilt) if change.stored_by().contains(id(rebuilt)) => ChangeProgress::Through,
+                Some(rebuilt) if change.stored_by().contains(id(rebuilt)) => ChangeProgress::Committed,
                 _ => progress,
             },
             _ => progress,
