@@ -209,7 +209,7 @@ impl TryFrom<Frontend> for FrontendChoice {
             Frontend::Nbd => FrontendChoice::Nbd,
             Frontend::Iscsi => FrontendChoice::Iscsi,
             Frontend::Socket => FrontendChoice::Socket,
-            Frontend::Unknown => return Err(UnknownFrontend::unknown(frontend.as_str())),
+            Frontend::Unknown => return Err(UnknownFrontend::new(frontend.as_str())),
         })
     }
 }

@@ -146,7 +146,7 @@ impl Frontend {
     /// # Errors
     /// The frontend is one of a later version.
     pub fn chosen(self) -> Result<Frontend, UnknownFrontend> {
-        if self == Frontend::Unknown { Err(UnknownFrontend::unknown(self.as_str())) } else { Ok(self) }
+        if self == Frontend::Unknown { Err(UnknownFrontend::new(self.as_str())) } else { Ok(self) }
     }
 }
 
@@ -181,7 +181,7 @@ pub struct UnknownFrontend(String);
 impl UnknownFrontend {
     /// Returns the error for a word that no owner can choose.
     #[must_use]
-    pub fn unknown(word: &str) -> UnknownFrontend {
+    pub fn new(word: &str) -> UnknownFrontend {
         UnknownFrontend(word.chars().take(80).collect())
     }
 }
@@ -189,7 +189,7 @@ impl UnknownFrontend {
 impl FromStr for Frontend {
     type Err = UnknownFrontend;
     fn from_str(text: &str) -> Result<Frontend, UnknownFrontend> {
-        Frontend::of_word(text).ok_or_else(|| UnknownFrontend::unknown(text))?.chosen()
+        Frontend::of_word(text).ok_or_else(|| UnknownFrontend::new(text))?.chosen()
     }
 }
 
