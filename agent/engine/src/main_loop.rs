@@ -17,7 +17,7 @@ use shorthorn_frontend::{
     DeviceRecord, FrontendKind, FrontendSpec, IscsiIdentity, Prepared, QueueFrontend, QueueSocket, discard,
     prepare_iscsi, prepare_nbd, prepare_socket, prepare_ublk,
 };
-use shorthorn_ring::{Arena, Wake, protect_allocations};
+use shorthorn_ring::{Arena, WakeReceiver, protect_allocations};
 use shorthorn_types::limits::{
     BLOCK_BYTES, ENGINE_FLIGHT_BYTES_MAX, ENGINE_FLIGHT_REQUESTS_MAX, MAX_IO_BYTES, MAX_MEMBERS,
     MAX_QUEUE_DEPTH, MAX_QUEUES, MAX_VOLUME_BYTES,
@@ -449,8 +449,8 @@ fn start_queues(
     let mut core = EngineCore::new(&core_config(spec, opened, record));
     let unknown = (0..).zip(&opened.volume.is_out_of_sync_complete).filter(|(_, is_complete)| !**is_complete);
     unknown.for_each(|(peer, _)| core.distrust(peer));
-    let pairs = frontends.iter().map(|_| Wake::new()).collect::<Result<Vec<_>, _>>();
-    let (wakes, wakers): (Vec<Wake>, Vec<_>) =
+    let pairs = frontends.iter().map(|_| WakeReceiver::new()).collect::<Result<Vec<_>, _>>();
+    let (wakes, wakers): (Vec<WakeReceiver>, Vec<_>) =
         pairs.map_err(EngineError::system("eventfd"))?.into_iter().unzip();
     let shared = Arc::new(SharedCore::new(core, wakers, events));
     let mut connections: Vec<_> =

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use shorthorn_core::{Event, Operation, Output, Outputs, PeerIndex, Request, SlotId};
 use shorthorn_frontend::{QueueFrontend, QueueIo, Quiesced, RefusedRequest};
-use shorthorn_ring::{Arena, Completion, Ring, Token, Wake, protect_thread};
+use shorthorn_ring::{Arena, Completion, Ring, Token, WakeReceiver, protect_thread};
 use shorthorn_types::ByteRange;
 
 use crate::connection::ReadyConnection;
@@ -36,7 +36,7 @@ pub struct Queue {
     pub depth: u16,
     /// A buffer for every slot, those for copies behind them.
     pub arena: Arena,
-    pub wake: Wake,
+    pub wake: WakeReceiver,
     /// The links, with a place for every possible replica.
     pub links: Vec<QueueLink>,
     pub frontend: Box<dyn QueueFrontend>,

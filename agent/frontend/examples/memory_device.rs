@@ -31,7 +31,7 @@ use shorthorn_frontend::{
     DeviceRecord, FrontendError, FrontendKind, FrontendSpec, IscsiIdentity, Prepared, QueueFrontend, QueueIo,
     SOURCE, prepare_iscsi, prepare_nbd, prepare_socket, prepare_ublk, probe,
 };
-use shorthorn_ring::{Arena, Completion, Ring, TaskWork, Token, Wake, Waker, protect_thread};
+use shorthorn_ring::{Arena, Completion, Ring, TaskWork, Token, WakeReceiver, Waker, protect_thread};
 use shorthorn_types::limits::MAX_IO_BYTES;
 use shorthorn_types::{Errno, VolumeName};
 
@@ -235,7 +235,7 @@ fn serve_on_thread(
     file: &Arc<File>,
     stopping: &Arc<AtomicBool>,
 ) -> Result<(JoinHandle<io::Result<()>>, Waker), Anything> {
-    let (wake, waker) = Wake::new()?;
+    let (wake, waker) = WakeReceiver::new()?;
     let (file, stopping) = (Arc::clone(file), Arc::clone(stopping));
     let thread = thread::Builder::new().name("queue".into()).spawn(move || {
         let served = serve(frontend, how, &file, &wake, &stopping);
@@ -251,7 +251,7 @@ fn serve(
     mut frontend: Box<dyn QueueFrontend>,
     How { depth, task_work, delay, fault }: How,
     file: &File,
-    wake: &Wake,
+    wake: &WakeReceiver,
     stopping: &AtomicBool,
 ) -> io::Result<()> {
     // Missing protections of this machine are logged by the real engine.

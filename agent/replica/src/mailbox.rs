@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, Receiver, Sender};
 
 use shorthorn_replica_core::QueueId;
-use shorthorn_ring::{Ring, Token, Wake, Waker};
+use shorthorn_ring::{Ring, Token, WakeReceiver, Waker};
 use shorthorn_types::Generation;
 use shorthorn_wire::{Header, Session};
 
@@ -44,7 +44,7 @@ pub(crate) struct Mailbox {
 #[derive(Debug)]
 pub(crate) struct Inbox {
     messages: Receiver<Message>,
-    wake: Wake,
+    wake: WakeReceiver,
 }
 
 impl Mailbox {
@@ -53,7 +53,7 @@ impl Mailbox {
     /// # Errors
     /// The error of eventfd or mmap.
     pub fn new() -> io::Result<(Mailbox, Inbox)> {
-        let (wake, waker) = Wake::new()?;
+        let (wake, waker) = WakeReceiver::new()?;
         let (sender, messages) = mpsc::channel();
         Ok((Mailbox { messages: sender, waker }, Inbox { messages, wake }))
     }

@@ -12,7 +12,7 @@ mod process;
 mod ring;
 mod stream;
 mod token;
-mod wake;
+mod waker;
 
 pub use arena::{Arena, IoBuf, SlotPool};
 pub use peer::{bind_tcp, set_up_tcp};
@@ -20,4 +20,4 @@ pub use process::{ProtectionReport, protect_allocations, protect_thread};
 pub use ring::{Completion, Ring, TaskWork};
 pub use stream::{Received, Stream, StreamLimits};
 pub use token::Token;
-pub use wake::{Wake, Waker};
+pub use waker::{WakeReceiver, Waker};

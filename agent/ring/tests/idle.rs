@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use shorthorn_ring::{Ring, Token, Wake, Waker};
+use shorthorn_ring::{Ring, Token, WakeReceiver, Waker};
 
 /// The number of threads, above the usual number of waiting tasks on a test machine.
 const THREADS: usize = 200;
@@ -35,7 +35,7 @@ fn idle_rings_do_not_count_as_waiting_for_a_disk() {
 fn wait_in_a_ring(sender: Sender<(String, Waker)>, timeout: Option<Duration>) -> thread::JoinHandle<()> {
     thread::spawn(move || {
         let mut ring = Ring::new(4).unwrap();
-        let (wake, waker) = Wake::new().unwrap();
+        let (wake, waker) = WakeReceiver::new().unwrap();
         wake.arm(&mut ring, TOKEN);
         let task = std::fs::read_link("/proc/thread-self").unwrap();
         sender.send((format!("/proc/{}/stat", task.display()), waker)).unwrap();

@@ -15,7 +15,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{
     AddressFamily, Backlog, Shutdown, SockFlag, SockType, UnixAddr, bind, connect, listen, shutdown, socket,
 };
-use shorthorn_ring::{Completion, Token, Wake, Waker};
+use shorthorn_ring::{Completion, Token, WakeReceiver, Waker};
 use shorthorn_types::Errno;
 
 use super::connection::{ConnectionContext, FirstPhase};
@@ -69,7 +69,7 @@ pub fn prepare_socket(spec: &FrontendSpec) -> Result<Prepared, FrontendError> {
     let mut wakers = Vec::new();
     for _ in 0..spec.queues.max(1) {
         let (wake, waker) =
-            Wake::new().map_err(|source| system("making an eventfd for an NBD queue", source))?;
+            WakeReceiver::new().map_err(|source| system("making an eventfd for an NBD queue", source))?;
         wakers.push(waker);
         queues.push(Box::new(SocketQueue {
             listener: Arc::clone(&listener),
@@ -139,7 +139,7 @@ struct SocketQueue {
     /// True if a client was ended whose place is not free yet.
     making_room: bool,
     service: NbdConnections,
-    wake: Wake,
+    wake: WakeReceiver,
     stopping: Arc<AtomicBool>,
     clients: Arc<Clients>,
     /// The number of this queue's clients in `clients`.

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 
 use shorthorn_core::{Operation, Request};
 use shorthorn_frontend::{QueueFrontend, QueueIo, SOURCE};
-use shorthorn_ring::{Arena, Completion, Ring, Token, Wake, Waker};
+use shorthorn_ring::{Arena, Completion, Ring, Token, WakeReceiver, Waker};
 use shorthorn_types::limits::MAX_IO_BYTES;
 use shorthorn_types::{ByteRange, Errno};
 
@@ -88,7 +88,7 @@ impl Host {
         let threads = queues
             .into_iter()
             .map(|queue| {
-                let (wake, waker) = Wake::new().unwrap();
+                let (wake, waker) = WakeReceiver::new().unwrap();
                 let volume = Arc::clone(volume);
                 let (started, ready) = std::sync::mpsc::channel();
                 let thread = std::thread::spawn(move || {
@@ -130,7 +130,7 @@ impl Host {
 struct Thread {
     volume: Arc<Volume>,
     queue: Box<dyn QueueFrontend>,
-    wake: Wake,
+    wake: WakeReceiver,
     ring: Ring,
     arena: Arena,
     requests: Vec<Request>,
@@ -140,7 +140,12 @@ struct Thread {
 }
 
 impl Thread {
-    fn new(volume: Arc<Volume>, queue: Box<dyn QueueFrontend>, depth: u16, wake: Wake) -> io::Result<Thread> {
+    fn new(
+        volume: Arc<Volume>,
+        queue: Box<dyn QueueFrontend>,
+        depth: u16,
+        wake: WakeReceiver,
+    ) -> io::Result<Thread> {
         Ok(Thread {
             volume,
             queue,

@@ -10,17 +10,17 @@ pub struct Waker(Arc<OwnedFd>);
 
 /// The receiving end of a [`Waker`].
 #[derive(Debug)]
-pub struct Wake {
+pub struct WakeReceiver {
     fd: Arc<OwnedFd>,
     buf: IoBuf,
 }
 
-impl Wake {
+impl WakeReceiver {
     /// Creates a pair. The memory behind it is never given back: make one per thread.
     ///
     /// # Errors
     /// The error of eventfd or mmap.
-    pub fn new() -> io::Result<(Wake, Waker)> {
+    pub fn new() -> io::Result<(WakeReceiver, Waker)> {
         // SAFETY: no memory involved.
         let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
         if raw < 0 {
@@ -30,7 +30,7 @@ impl Wake {
         let fd = Arc::new(unsafe { OwnedFd::from_raw_fd(raw) });
         let buf = Arena::new(1, 4096)?.buf(0).part(0, 8);
         let waker = Waker(Arc::clone(&fd));
-        Ok((Wake { fd, buf }, waker))
+        Ok((WakeReceiver { fd, buf }, waker))
     }
 
     /// Requests a completion with `token` for the next wake-up. The caller arms again after every one.
@@ -57,7 +57,7 @@ mod tests {
     #[test]
     fn wakes_a_waiting_ring() {
         let mut ring = Ring::new(4).unwrap();
-        let (wake, waker) = Wake::new().unwrap();
+        let (wake, waker) = WakeReceiver::new().unwrap();
         let token = Token { source: 9, kind: 0, index: 0, tag: 0 };
         wake.arm(&mut ring, token);
         let thread = std::thread::spawn(move || waker.wake());
