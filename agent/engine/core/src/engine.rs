@@ -30,7 +30,7 @@ use crate::resync::Resync;
 use crate::scrub::{Scrub, ScrubCandidates};
 use crate::size::VolumeSize;
 use crate::slot::{SlotId, Slots};
-use crate::wake::Wake;
+use crate::wake_flags::WakeFlags;
 
 /// The core of the engine of one attached volume. See the crate's description.
 ///
@@ -47,7 +47,7 @@ pub struct EngineCore {
     refuses_requests: bool,
     size: VolumeSize,
     clock: Clock,
-    wake: Wake,
+    wake: WakeFlags,
 
     membership: Membership,
     timeouts: ReplicaTimeouts,
@@ -83,7 +83,7 @@ impl EngineCore {
             size: VolumeSize::new(config.size_bytes),
             membership: Membership::new(&config.peers, config.view),
             dispatch: DispatchQueue::new(every),
-            wake: Wake::new(),
+            wake: WakeFlags::new(),
             closed: ClosedConnections::new(config.queues),
             timeouts: ReplicaTimeouts::new(config.queues, config.replica_timeout_ms, config.late_limit_ms),
             flights: Flights::new(config.flight_limits),

@@ -59,7 +59,7 @@ mod scrub;
 mod scrub_result;
 mod size;
 mod slot;
-mod wake;
+mod wake_flags;
 
 pub use cause::{Blamed, Cause, FailedRequest};
 pub use engine::EngineCore;

@@ -3,15 +3,15 @@
 /// The core tries deferred requests again at the beginning of a round of work. So a wake of requests is a
 /// wake of all work.
 #[derive(Debug)]
-pub(crate) struct Wake {
+pub(crate) struct WakeFlags {
     work: bool,
     requests: bool,
 }
 
-impl Wake {
+impl WakeFlags {
     /// Returns the wake of a new core: work may be pending, and no request is deferred.
-    pub fn new() -> Wake {
-        Wake { work: true, requests: false }
+    pub fn new() -> WakeFlags {
+        WakeFlags { work: true, requests: false }
     }
 
     /// Records that other work than requests may continue.
@@ -51,7 +51,7 @@ mod tests {
 
     #[test]
     fn requests_wake_with_all_work_and_count_once() {
-        let mut wake = Wake::new();
+        let mut wake = WakeFlags::new();
         assert!(wake.take_work() && !wake.take_requests());
         wake.work_if(false);
         wake.all_if(false);
