@@ -12,7 +12,7 @@ use std::process::Command;
 use common::{AgentProcess, agent, lives, signal_to, wait_for_end, wait_for_status};
 use nix::sys::signal::Signal;
 use serde_json::Value;
-use shorthorn_control::{EnginePhase, ReplicaPhase, Status};
+use shorthorn_control::{EnginePhase, ProcessStatus, ReplicaPhase};
 use shorthorn_testkit::nbd::Nbd;
 
 fn run(dir: &Path, more: &[&str]) -> Command {
@@ -101,16 +101,16 @@ fn restarts_processes_that_die() {
     let engine = ready.pid("engine");
     signal_to(engine, Signal::SIGKILL);
     wait_for_status(&dir.path().join("run/engine.control"), move |status| match status {
-        Status::Engine(status) => status.pid != Some(engine) && status.phase == EnginePhase::Serving,
-        Status::Replica(_) => false,
+        ProcessStatus::Engine(status) => status.pid != Some(engine) && status.phase == EnginePhase::Serving,
+        ProcessStatus::Replica(_) => false,
     });
     assert_eq!(Nbd::connect(&ready.socket(), "v1").unwrap().read(0, 4096).unwrap(), [1; 4096]);
     let replica = ready.replicas()[0];
     let id = ready.0["replicas"][0]["id"].as_str().unwrap().to_owned();
     signal_to(replica, Signal::SIGKILL);
     wait_for_status(&dir.path().join("run").join(format!("{id}.control")), move |status| match status {
-        Status::Replica(status) => status.pid != replica && status.phase == ReplicaPhase::Serving,
-        Status::Engine(_) => false,
+        ProcessStatus::Replica(status) => status.pid != replica && status.phase == ReplicaPhase::Serving,
+        ProcessStatus::Engine(_) => false,
     });
 }
 

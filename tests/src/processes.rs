@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use shorthorn_control::{ControlClient, EnginePhase, EngineStatus, MemberMode, ReplicaStatus, Status};
+use shorthorn_control::{ControlClient, EnginePhase, EngineStatus, MemberMode, ProcessStatus, ReplicaStatus};
 
 use crate::{binary, until};
 
@@ -26,8 +26,8 @@ pub fn signal(pid: i32, signal: Signal) -> Result<()> {
 /// It does not answer.
 pub fn engine_status(control: &Path) -> Result<EngineStatus> {
     match ControlClient::connect(control)?.status()? {
-        Status::Engine(status) => Ok(status),
-        Status::Replica(status) => bail!("{} is a replica: {status:?}", control.display()),
+        ProcessStatus::Engine(status) => Ok(status),
+        ProcessStatus::Replica(status) => bail!("{} is a replica: {status:?}", control.display()),
     }
 }
 
@@ -37,8 +37,8 @@ pub fn engine_status(control: &Path) -> Result<EngineStatus> {
 /// It does not answer.
 pub fn replica_status(control: &Path) -> Result<ReplicaStatus> {
     match ControlClient::connect(control)?.status()? {
-        Status::Replica(status) => Ok(status),
-        Status::Engine(status) => bail!("{} is an engine: {status:?}", control.display()),
+        ProcessStatus::Replica(status) => Ok(status),
+        ProcessStatus::Engine(status) => bail!("{} is an engine: {status:?}", control.display()),
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use crate::status::{ProcessCommand, Status};
+use crate::status::{ProcessCommand, ProcessStatus};
 
 /// The time limit of an answer. A process answers from memory, so a longer silence means that it hangs.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -65,7 +65,7 @@ impl ControlClient {
         ControlError::Answer { path: self.path.clone(), source }
     }
 
-    fn read(&self, lines: &mut impl BufRead) -> Result<Option<Status>, ControlError> {
+    fn read(&self, lines: &mut impl BufRead) -> Result<Option<ProcessStatus>, ControlError> {
         let mut line = String::new();
         if lines.read_line(&mut line).map_err(|source| self.io(source))? == 0 {
             return Ok(None);
@@ -77,7 +77,7 @@ impl ControlClient {
     ///
     /// # Errors
     /// [`ControlError`].
-    pub fn status(&self) -> Result<Status, ControlError> {
+    pub fn status(&self) -> Result<ProcessStatus, ControlError> {
         self.send(&ProcessCommand::Status)?;
         let status = self.read(&mut BufReader::new(&self.stream))?;
         status.ok_or_else(|| self.io(io::ErrorKind::UnexpectedEof.into()))
@@ -87,7 +87,7 @@ impl ControlClient {
     ///
     /// # Errors
     /// [`ControlError`].
-    pub fn watch(self) -> Result<impl Iterator<Item = Result<Status, ControlError>>, ControlError> {
+    pub fn watch(self) -> Result<impl Iterator<Item = Result<ProcessStatus, ControlError>>, ControlError> {
         self.send(&ProcessCommand::Watch)?;
         self.stream.set_read_timeout(None).map_err(|source| self.io(source))?;
         let stream = self.stream.try_clone().map_err(|source| self.io(source))?;

@@ -1,9 +1,9 @@
 //! Messages between the agent and an engine or replica. They are a spec file from which the process starts,
 //! and its control socket, which carries lines of JSON.
 //!
-//! A client sends one [`ProcessCommand`] per line. The answer to `status` is one [`Status`] line, and that to
-//! `io` is one [`IoCounters`] line. `watch` gets one [`Status`] line at once, and one after every change
-//! until the client disconnects. The others have no answer: their result shows in the status.
+//! A client sends one [`ProcessCommand`] per line. The answer to `status` is one [`ProcessStatus`] line, and
+//! that to `io` is one [`IoCounters`] line. `watch` gets one [`ProcessStatus`] line at once, and one after
+//! every change until the client disconnects. The others have no answer: their result shows in the status.
 #![forbid(unsafe_code)]
 
 mod client;
@@ -22,4 +22,4 @@ pub use spec::{
     EngineSpec, FrontendChoice, INTENT_CLEAR_AFTER_MS, RebuildLimits, ReplicaEndpoint, ReplicaSpec,
     SUM_BYTES_PER_S, SpecError, Unknown, load_spec, store_spec, update_spec,
 };
-pub use status::{IoCounter, IoCounters, ProcessCommand, ScrubCommand, Status};
+pub use status::{IoCounter, IoCounters, ProcessCommand, ProcessStatus, ScrubCommand};

@@ -9,7 +9,7 @@ use std::{fs, thread};
 
 use serde::Serialize;
 
-use crate::status::{IoCounters, ProcessCommand, Status};
+use crate::status::{IoCounters, ProcessCommand, ProcessStatus};
 
 /// The most clients at once; more are turned away.
 const CLIENTS_MAX: usize = 16;
@@ -29,7 +29,7 @@ type Count = dyn Fn() -> IoCounters + Send + Sync;
 pub struct Publisher(Arc<PublishedState>);
 
 struct PublishedState {
-    newest: Mutex<(u64, Status)>,
+    newest: Mutex<(u64, ProcessStatus)>,
     /// The source of the counters, once it is set.
     count: OnceLock<Box<Count>>,
     changed: Condvar,
@@ -43,7 +43,7 @@ impl std::fmt::Debug for PublishedState {
 }
 
 impl PublishedState {
-    fn lock(&self) -> MutexGuard<'_, (u64, Status)> {
+    fn lock(&self) -> MutexGuard<'_, (u64, ProcessStatus)> {
         // A status is replaced whole, so a panic elsewhere leaves nothing half-written.
         self.newest.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -51,7 +51,7 @@ impl PublishedState {
 
 impl Publisher {
     /// Changes the status, and sends it to all watchers if it differs.
-    pub fn update(&self, change: impl FnOnce(&mut Status)) {
+    pub fn update(&self, change: impl FnOnce(&mut ProcessStatus)) {
         let mut newest = self.0.lock();
         let before = newest.1.clone();
         change(&mut newest.1);
@@ -72,7 +72,7 @@ impl Publisher {
 
     /// Returns the newest status.
     #[must_use]
-    pub fn status(&self) -> Status {
+    pub fn status(&self) -> ProcessStatus {
         self.0.lock().1.clone()
     }
 }
@@ -91,7 +91,7 @@ impl ControlServer {
     /// The error of bind, for instance for a path of more than 107 bytes.
     pub fn start(
         path: &Path,
-        first: Status,
+        first: ProcessStatus,
         on_command: impl Fn(ProcessCommand) + Send + Sync + 'static,
     ) -> io::Result<(ControlServer, Publisher)> {
         match fs::remove_file(path) {
@@ -213,8 +213,8 @@ mod tests {
     use super::*;
     use crate::{ControlClient, IoCounter, ReplicaPhase, ReplicaStatus};
 
-    fn status() -> Status {
-        Status::Replica(ReplicaStatus {
+    fn status() -> ProcessStatus {
+        ProcessStatus::Replica(ReplicaStatus {
             volume: "v1".parse().unwrap(),
             replica: ReplicaId::from_random(1),
             pid: 1,
@@ -240,12 +240,14 @@ mod tests {
         let mut changes = ControlClient::connect(&path).unwrap().watch().unwrap();
         assert_eq!(changes.next().unwrap().unwrap(), status());
         publisher.update(|status| {
-            if let Status::Replica(replica) = status {
+            if let ProcessStatus::Replica(replica) = status {
                 replica.phase = ReplicaPhase::Serving;
             }
         });
-        let serves =
-            |status| matches!(status, Status::Replica(replica) if replica.phase == ReplicaPhase::Serving);
+        let serves = |status| match status {
+            ProcessStatus::Replica(replica) => replica.phase == ReplicaPhase::Serving,
+            ProcessStatus::Engine(_) => false,
+        };
         assert!(serves(changes.next().unwrap().unwrap()));
         drop(server);
         assert!(!path.exists());

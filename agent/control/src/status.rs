@@ -71,11 +71,11 @@ pub struct ScrubCommand {
     pub repair: bool,
 }
 
-/// The status of a process.
+/// The answer of an engine or replica process about itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 #[allow(clippy::large_enum_variant)] // a process has one of it
-pub enum Status {
+pub enum ProcessStatus {
     /// Answer of an engine process.
     Engine(EngineStatus),
     /// Answer of a replica process.

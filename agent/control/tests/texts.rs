@@ -9,7 +9,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use shorthorn_control::{EngineSpec, IoCounters, ProcessCommand, ReplicaSpec, Status};
+use shorthorn_control::{EngineSpec, IoCounters, ProcessCommand, ProcessStatus, ReplicaSpec};
 
 /// Texts as programs write them, with optional fields that may be absent.
 fn texts() -> Vec<String> {
@@ -62,7 +62,7 @@ fn check_every_kind(text: &[u8]) -> usize {
         check::<ReplicaSpec>(text),
         check::<EngineSpec>(text),
         check::<ProcessCommand>(text),
-        check::<Status>(text),
+        check::<ProcessStatus>(text),
         check::<IoCounters>(text),
     ];
     accepted.into_iter().filter(|accepted| *accepted).count()

@@ -3,15 +3,15 @@
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use shorthorn_control::{
-    CopyStatus, EngineSpec, EngineStatus, MemberMode, MemberStatus, Publisher, ReplicaEndpoint, Status,
+    CopyStatus, EngineSpec, EngineStatus, MemberMode, MemberStatus, ProcessStatus, Publisher, ReplicaEndpoint,
 };
 use shorthorn_types::limits::MAX_MEMBERS;
 
 use crate::state::EngineState;
 
 /// Returns the status of a process that has just begun.
-pub fn first(spec: &EngineSpec, state: &EngineState) -> Status {
-    Status::Engine(EngineStatus {
+pub fn first(spec: &EngineSpec, state: &EngineState) -> ProcessStatus {
+    ProcessStatus::Engine(EngineStatus {
         pid: Some(std::process::id()),
         lost_writes: state.lost_writes(),
         version: Some(env!("CARGO_PKG_VERSION").to_owned()),
@@ -32,7 +32,7 @@ pub fn of_serving(lost_writes: bool) -> &'static str {
 /// Changes the published status.
 pub fn publish(publisher: &Publisher, change: impl FnOnce(&mut EngineStatus)) {
     publisher.update(|status| {
-        if let Status::Engine(engine) = status {
+        if let ProcessStatus::Engine(engine) = status {
             change(engine);
         }
     });

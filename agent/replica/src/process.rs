@@ -10,7 +10,8 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, pthread_sigmask};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use shorthorn_control::{
-    ControlServer, ProcessCommand, Publisher, ReplicaPhase, ReplicaSpec, ReplicaStatus, Status, load_spec,
+    ControlServer, ProcessCommand, ProcessStatus, Publisher, ReplicaPhase, ReplicaSpec, ReplicaStatus,
+    load_spec,
 };
 use shorthorn_ring::{ProtectionReport, protect_thread};
 use shorthorn_store::{CreateOptions, OpenOptions, Store};
@@ -163,7 +164,7 @@ fn start_control(
         ProcessCommand::Listen { address } => next_address.set(address),
         _ => {}
     };
-    ControlServer::start(&spec.control_socket, Status::Replica(first), on_command).map_err(|source| {
+    ControlServer::start(&spec.control_socket, ProcessStatus::Replica(first), on_command).map_err(|source| {
         ReplicaError::Listen { address: format!("control socket {}", spec.control_socket.display()), source }
     })
 }
@@ -240,8 +241,8 @@ fn allocated_bytes(directory: &Path) -> u64 {
     entries.filter_map(|entry| entry.ok()?.metadata().ok()).map(|metadata| metadata.blocks() * 512).sum()
 }
 
-fn change(status: &mut Status, change: impl FnOnce(&mut ReplicaStatus)) {
-    if let Status::Replica(replica) = status {
+fn change(status: &mut ProcessStatus, change: impl FnOnce(&mut ReplicaStatus)) {
+    if let ProcessStatus::Replica(replica) = status {
         change(replica);
     }
 }

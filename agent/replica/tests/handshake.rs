@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use common::*;
-use shorthorn_control::{ProcessCommand, ReplicaPhase, ReplicaStatus, Status};
+use shorthorn_control::{ProcessCommand, ProcessStatus, ReplicaPhase, ReplicaStatus};
 use shorthorn_tls::connection_secret;
 use shorthorn_types::{Generation, ReplicaId};
 use shorthorn_wire::{EngineClaim, Flags, Opcode};
@@ -104,8 +104,8 @@ fn a_fence_ends_older_engines_with_no_newer_one_there() {
         shorthorn_control::ControlClient::connect(&replica.spec.control_socket).unwrap().watch().unwrap();
     control.request(&ProcessCommand::Fence { generation: generation(6) }).unwrap();
     let fenced = statuses.find_map(|status| match status.unwrap() {
-        Status::Replica(status) => (status.generation == Some(generation(6))).then_some(status),
-        Status::Engine(_) => None,
+        ProcessStatus::Replica(status) => (status.generation == Some(generation(6))).then_some(status),
+        ProcessStatus::Engine(_) => None,
     });
     let views = fenced.unwrap().views.unwrap();
     assert_eq!(views.committed.members, replica.spec.first_members);
@@ -247,7 +247,7 @@ fn move_to(replica: &Replica, address: SocketAddr) {
     let changes =
         shorthorn_control::ControlClient::connect(&replica.spec.control_socket).unwrap().watch().unwrap();
     for status in changes {
-        let Status::Replica(status) = status.unwrap() else { panic!("no replica") };
+        let ProcessStatus::Replica(status) = status.unwrap() else { panic!("no replica") };
         if ip(&status) == address.ip() {
             return;
         }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use shorthorn_control::{ControlClient, Status};
+use shorthorn_control::{ControlClient, ProcessStatus};
 
 use crate::run::RunError;
 
@@ -31,7 +31,7 @@ pub enum SupervisorEvent {
     /// A child ended.
     Child,
     /// The status of a process. The numbers are those it was given to [`watch`].
-    Status(usize, u32, Box<Status>),
+    Status(usize, u32, Box<ProcessStatus>),
 }
 
 /// Blocks SIGTERM, SIGINT, SIGHUP and SIGCHLD, which can then only be read from the result.

@@ -11,7 +11,9 @@ use std::time::Instant;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use shorthorn_control::{ControlClient, ControlError, EnginePhase, ProcessCommand, ReplicaPhase, Status};
+use shorthorn_control::{
+    ControlClient, ControlError, EnginePhase, ProcessCommand, ProcessStatus, ReplicaPhase,
+};
 use shorthorn_types::ReplicaId;
 
 use crate::descriptor_store::DescriptorStore;
@@ -47,7 +49,7 @@ pub struct VolumeProcess {
     /// Paths of its spec, its pid file and its sockets.
     pub files: ProcessFiles,
     /// The last status since the last start.
-    pub status: Option<Status>,
+    pub status: Option<ProcessStatus>,
     /// The message of the last end.
     pub last_words: Option<String>,
     index: usize,
@@ -197,7 +199,7 @@ impl VolumeProcess {
     }
 
     /// Takes a status that came from start number `start`.
-    pub fn take(&mut self, start: u32, status: Status) {
+    pub fn take(&mut self, start: u32, status: ProcessStatus) {
         if start == self.starts && self.running.is_some() {
             self.status = Some(status);
         }
@@ -206,8 +208,10 @@ impl VolumeProcess {
     /// Returns true if it serves.
     pub fn serves(&self) -> bool {
         match &self.status {
-            Some(Status::Engine(engine)) => engine.phase == EnginePhase::Serving && engine.endpoint.is_some(),
-            Some(Status::Replica(replica)) => replica.phase == ReplicaPhase::Serving,
+            Some(ProcessStatus::Engine(engine)) => {
+                engine.phase == EnginePhase::Serving && engine.endpoint.is_some()
+            }
+            Some(ProcessStatus::Replica(replica)) => replica.phase == ReplicaPhase::Serving,
             None => false,
         }
     }
@@ -215,8 +219,8 @@ impl VolumeProcess {
     /// Returns the message in the status, unless it is empty.
     fn message(&self) -> Option<&str> {
         let message = match self.status.as_ref()? {
-            Status::Engine(engine) => &engine.message,
-            Status::Replica(replica) => &replica.message,
+            ProcessStatus::Engine(engine) => &engine.message,
+            ProcessStatus::Replica(replica) => &replica.message,
         };
         Some(message.as_str()).filter(|message| !message.is_empty())
     }

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signalfd::SignalFd;
 use shorthorn_control::{
-    EngineSpec, FrontendChoice, ProcessCommand, RebuildLimits, ReplicaEndpoint, ReplicaSpec, Status, Unknown,
-    load_spec, store_spec, update_spec,
+    EngineSpec, FrontendChoice, ProcessCommand, ProcessStatus, RebuildLimits, ReplicaEndpoint, ReplicaSpec,
+    Unknown, load_spec, store_spec, update_spec,
 };
 use shorthorn_types::status::Frontend;
 use shorthorn_types::{Members, ReplicaId};
@@ -149,7 +149,7 @@ impl Supervisor {
             return Err(RunError::NoReplica(troubles(replicas)));
         }
         let opened_for = replicas.iter().filter_map(|replica| match &replica.status {
-            Some(Status::Replica(status)) => status.generation.map(|generation| generation.attach),
+            Some(ProcessStatus::Replica(status)) => status.generation.map(|generation| generation.attach),
             _ => None,
         });
         if self.volume.raise_attach_above(opened_for.max().unwrap_or_default())? {
@@ -168,7 +168,7 @@ impl Supervisor {
         if self.announced || !engine.serves() {
             return Ok(());
         }
-        let Some(Status::Engine(status)) = &engine.status else { return Ok(()) };
+        let Some(ProcessStatus::Engine(status)) = &engine.status else { return Ok(()) };
         let (frontend, endpoint) = (status.frontend, status.endpoint.clone());
         let is_socket = frontend == Some(Frontend::Socket);
         let socket = endpoint.clone().filter(|_| is_socket);

@@ -148,7 +148,10 @@ pub fn lives(pid: u32) -> bool {
 
 /// Returns the first status on the control socket at `path` that is as wanted. The socket may not be there
 /// yet.
-pub fn wait_for_status(path: &Path, wanted: impl Fn(&shorthorn_control::Status) -> bool + Send + 'static) {
+pub fn wait_for_status(
+    path: &Path,
+    wanted: impl Fn(&shorthorn_control::ProcessStatus) -> bool + Send + 'static,
+) {
     let (done, waited) = channel();
     let path = path.to_owned();
     thread::spawn(move || {

@@ -15,8 +15,8 @@ use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 use shorthorn_control::{
     ControlClient, EnginePhase, EngineSpec, EngineStatus, FrontendChoice, INTENT_CLEAR_AFTER_MS, IoCounters,
-    ProcessCommand, RebuildLimits, ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, Secret, Status, Unknown,
-    store_spec,
+    ProcessCommand, ProcessStatus, RebuildLimits, ReplicaEndpoint, ReplicaSpec, SUM_BYTES_PER_S, Secret,
+    Unknown, store_spec,
 };
 use shorthorn_regions::{Marked, SetKey, WriteIntentLog};
 use shorthorn_store::{OpenOptions, Store};
@@ -285,7 +285,7 @@ impl Volume {
             while stopped.try_recv() != Err(mpsc::TryRecvError::Disconnected) {
                 let watch = ControlClient::connect(&path).and_then(ControlClient::watch);
                 for status in watch.into_iter().flatten().map_while(Result::ok) {
-                    let Status::Engine(engine) = status else { continue };
+                    let ProcessStatus::Engine(engine) = status else { continue };
                     if wanted(&engine) {
                         let _ = done.send(engine);
                         return;

@@ -1,4 +1,4 @@
-use shorthorn_control::{Publisher, ReplicaPhase, ReplicaStatus, Status};
+use shorthorn_control::{ProcessStatus, Publisher, ReplicaPhase, ReplicaStatus};
 use shorthorn_replica_core::ReplicaFailure;
 use shorthorn_views::ReplicaViews;
 
@@ -15,7 +15,7 @@ impl StatusReport {
 
     fn update(&self, change: impl FnOnce(&mut ReplicaStatus)) {
         self.publisher.update(|status| {
-            if let Status::Replica(replica) = status {
+            if let ProcessStatus::Replica(replica) = status {
                 change(replica);
             }
         });

@@ -13,7 +13,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use serde::de::DeserializeOwned;
-use shorthorn_control::{ReplicaSpec, ReplicaStatus, SUM_BYTES_PER_S, Secret, Status, Unknown, store_spec};
+use shorthorn_control::{
+    ProcessStatus, ReplicaSpec, ReplicaStatus, SUM_BYTES_PER_S, Secret, Unknown, store_spec,
+};
 use shorthorn_store::AlignedBuffer;
 use shorthorn_types::{Generation, Members, ReplicaId};
 use shorthorn_wire::{
@@ -130,8 +132,8 @@ impl Replica {
     pub fn status(&self) -> ReplicaStatus {
         let client = shorthorn_control::ControlClient::connect(&self.spec.control_socket).unwrap();
         match client.status().unwrap() {
-            Status::Replica(status) => status,
-            Status::Engine(_) => panic!("it is not an engine"),
+            ProcessStatus::Replica(status) => status,
+            ProcessStatus::Engine(_) => panic!("it is not an engine"),
         }
     }
 

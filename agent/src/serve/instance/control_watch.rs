@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use shorthorn_control::{IoCounters, ProcessCommand, Status};
+use shorthorn_control::{IoCounters, ProcessCommand, ProcessStatus};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::{sleep, timeout};
@@ -46,7 +46,7 @@ pub async fn io_counters(control: &Path) -> io::Result<IoCounters> {
 }
 
 /// Gives every status to `take`, and `None` when the process cannot be asked any more; for ever.
-pub async fn follow(control: PathBuf, mut take: impl FnMut(Option<Status>)) {
+pub async fn follow(control: PathBuf, mut take: impl FnMut(Option<ProcessStatus>)) {
     let mut pause = FIRST_PAUSE;
     loop {
         let mut has_reported = false;
@@ -67,7 +67,7 @@ pub async fn follow(control: PathBuf, mut take: impl FnMut(Option<Status>)) {
 async fn once(
     control: &Path,
     has_reported: &mut bool,
-    take: &mut impl FnMut(Option<Status>),
+    take: &mut impl FnMut(Option<ProcessStatus>),
 ) -> io::Result<()> {
     let mut stream = UnixStream::connect(control).await?;
     let mut line = serde_json::to_vec(&ProcessCommand::Watch)?;

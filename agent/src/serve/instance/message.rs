@@ -1,16 +1,16 @@
 //! Instances as the node API shows them.
 
 use shorthorn_api::v1::{self, InstanceState, instance::Detail};
-use shorthorn_control::{EnginePhase, EngineSpec, ReplicaPhase, ReplicaSpec, Status};
+use shorthorn_control::{EnginePhase, EngineSpec, ProcessStatus, ReplicaPhase, ReplicaSpec};
 
 use crate::serve::instance::{InstanceProcess, ProcessPhase, Spec};
 
 /// Combines the states of the process and of the control socket of an instance.
-pub fn instance(spec: &Spec, process: &InstanceProcess, status: Option<&Status>) -> v1::Instance {
+pub fn instance(spec: &Spec, process: &InstanceProcess, status: Option<&ProcessStatus>) -> v1::Instance {
     let id = spec.id();
     let (inside, reported) = match status {
-        Some(Status::Engine(engine)) => (engine_state(engine.phase), engine.message.as_str()),
-        Some(Status::Replica(replica)) => (replica_state(replica.phase), replica.message.as_str()),
+        Some(ProcessStatus::Engine(engine)) => (engine_state(engine.phase), engine.message.as_str()),
+        Some(ProcessStatus::Replica(replica)) => (replica_state(replica.phase), replica.message.as_str()),
         None => (InstanceState::Starting, ""),
     };
     let state = match process.phase {
@@ -52,8 +52,8 @@ fn replica_state(phase: ReplicaPhase) -> InstanceState {
     }
 }
 
-fn engine(spec: &EngineSpec, status: Option<&Status>) -> v1::EngineStatus {
-    let Some(Status::Engine(status)) = status else {
+fn engine(spec: &EngineSpec, status: Option<&ProcessStatus>) -> v1::EngineStatus {
+    let Some(ProcessStatus::Engine(status)) = status else {
         return v1::EngineStatus {
             volume: spec.volume.to_string(),
             size_bytes: spec.size_bytes,
@@ -64,8 +64,8 @@ fn engine(spec: &EngineSpec, status: Option<&Status>) -> v1::EngineStatus {
     v1::EngineStatus { attach: spec.attach, ..status.into() }
 }
 
-fn replica(spec: &ReplicaSpec, status: Option<&Status>) -> v1::ReplicaStatus {
-    let Some(Status::Replica(status)) = status else {
+fn replica(spec: &ReplicaSpec, status: Option<&ProcessStatus>) -> v1::ReplicaStatus {
+    let Some(ProcessStatus::Replica(status)) = status else {
         return v1::ReplicaStatus {
             volume: spec.volume.to_string(),
             replica_id: spec.replica.to_string(),

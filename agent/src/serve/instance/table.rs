@@ -8,7 +8,7 @@ use std::time::Duration;
 use shorthorn_api::v1;
 use shorthorn_api::v1::instance::Detail;
 use shorthorn_api::v1::instance_event::Type;
-use shorthorn_control::{EngineSpec, Status};
+use shorthorn_control::{EngineSpec, ProcessStatus};
 use shorthorn_types::VolumeName;
 use tokio::sync::{broadcast, watch};
 use tokio::task::JoinHandle;
@@ -36,7 +36,7 @@ struct Inner {
 struct InstanceEntry {
     spec: Spec,
     process: InstanceProcess,
-    status: Option<Status>,
+    status: Option<ProcessStatus>,
     program: Comparison,
     published: v1::Instance,
     /// Follows the control socket while the process lives.
@@ -179,11 +179,11 @@ impl Table {
         inner.publish(id);
     }
 
-    fn set_status(self: &Arc<Table>, id: &InstanceId, pid: i32, status: Option<Status>) {
+    fn set_status(self: &Arc<Table>, id: &InstanceId, pid: i32, status: Option<ProcessStatus>) {
         let mut inner = self.lock();
         if let Some(entry) = inner.entries.get_mut(id).filter(|entry| entry.process.pid == Some(pid)) {
             // Before its first status, the process may still be the program of systemd that starts it.
-            if matches!(status, Some(Status::Engine(_))) && entry.program == Comparison::NotBegun {
+            if matches!(status, Some(ProcessStatus::Engine(_))) && entry.program == Comparison::NotBegun {
                 entry.program = Comparison::UnderWay;
                 tokio::spawn(Arc::clone(self).compare(id.clone(), pid));
             }
@@ -247,7 +247,7 @@ impl InstanceEntry {
     /// Returns true if its process is an engine of another program than the installed one; none if that is
     /// not known.
     fn needs_upgrade(&self) -> Option<bool> {
-        let Some(Status::Engine(engine)) = &self.status else { return None };
+        let Some(ProcessStatus::Engine(engine)) = &self.status else { return None };
         self.program.needs_upgrade(engine.version.as_deref())
     }
 }
