@@ -30,7 +30,7 @@ use crate::config::{Config, DEFAULT_METRICS, StoreConfig};
 use crate::kubernetes::ApiServerError;
 use crate::kubernetes::store::StoreOpenError;
 use crate::metrics::{ControllerMetrics, Metered, Metrics, ReadinessPhase};
-use crate::store::{Store, StoreError};
+use crate::store::{ObjectStore, ObjectStoreError};
 use crate::tls::{CaError, CaStorage, Tls};
 
 /// The reason why the controller cannot run, or had to end.
@@ -38,7 +38,7 @@ use crate::tls::{CaError, CaStorage, Tls};
 pub enum ServeError {
     /// The store cannot be opened, or broke.
     #[error(transparent)]
-    Store(#[from] StoreError),
+    Store(#[from] ObjectStoreError),
     /// The API server cannot be reached.
     #[error(transparent)]
     Connect(#[from] ApiServerError),

@@ -9,7 +9,7 @@ use shorthorn_controller::agents::Fleet;
 use shorthorn_controller::api::Api;
 use shorthorn_controller::kubernetes::attachments::{Attachment, Attachments};
 use shorthorn_controller::metrics::Metrics;
-use shorthorn_controller::store::{MemoryStore, Store};
+use shorthorn_controller::store::{MemoryStore, ObjectStore};
 use shorthorn_controller::work::WorkQueue;
 use shorthorn_controller_core::objects::{Object, Secret};
 use shorthorn_controller_core::reconcile::Settings;
@@ -43,7 +43,7 @@ async fn store() -> Arc<MemoryStore> {
 }
 
 async fn detach(store: &Arc<MemoryStore>, says: Says, force: bool) -> Result<v1::Volume, (Code, String)> {
-    let shared: Arc<dyn Store> = Arc::<MemoryStore>::clone(store);
+    let shared: Arc<dyn ObjectStore> = Arc::<MemoryStore>::clone(store);
     let queue = Arc::new(WorkQueue::new());
     let fleet = Fleet::new(&Default::default(), Arc::clone(&shared), queue, Metrics::default()).unwrap();
     let (_stop, stopping) = watch::channel(false);

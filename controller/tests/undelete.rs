@@ -14,7 +14,7 @@ use shorthorn_api::v1::controller_server::Controller;
 use shorthorn_controller::agents::Fleet;
 use shorthorn_controller::api::Api;
 use shorthorn_controller::metrics::Metrics;
-use shorthorn_controller::store::{MemoryStore, Store, StoreError};
+use shorthorn_controller::store::{MemoryStore, ObjectStore, ObjectStoreError};
 use shorthorn_controller::work::{WorkQueue, Worker};
 use shorthorn_controller_core::objects::{
     CurrentState, DataState, DesireState, Key, Metadata, Object, Replica, ReplicaSpec, ResourceVersion,
@@ -88,7 +88,7 @@ fn trashed(number: u64, node: &str, deleted_ms: u64) -> v1::TrashedReplica {
 struct Nodes {
     agents: [FakeAgent; 2],
     truth: Arc<Mutex<Truth>>,
-    store: Arc<dyn Store>,
+    store: Arc<dyn ObjectStore>,
     fleet: Arc<Fleet>,
     queue: Arc<WorkQueue>,
     tasks: JoinSet<()>,
@@ -96,7 +96,7 @@ struct Nodes {
 }
 
 impl Nodes {
-    async fn start(store: Arc<dyn Store>) -> Nodes {
+    async fn start(store: Arc<dyn ObjectStore>) -> Nodes {
         let directory = tempfile::tempdir().unwrap();
         let truth = Arc::default();
         let agents = ["a", "b"].map(|name| FakeAgent::new(name, Arc::clone(&truth)));
@@ -148,7 +148,7 @@ impl Nodes {
 /// volume again.
 #[tokio::test]
 async fn a_deletion_that_was_decided_before_an_undeletion_deletes_nothing() {
-    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    let store: Arc<dyn ObjectStore> = Arc::new(MemoryStore::new());
     let mut nodes = Nodes::start(Arc::clone(&store)).await;
     let name = replica(1, "a").metadata.name;
     nodes.agents[0].leave_over(&name);
@@ -205,23 +205,23 @@ struct Contended {
 }
 
 #[async_trait]
-impl Store for Contended {
+impl ObjectStore for Contended {
     fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
         self.store.state()
     }
 
-    async fn put(&self, object: Object) -> Result<Object, StoreError> {
+    async fn put(&self, object: Object) -> Result<Object, ObjectStoreError> {
         let is_volume = matches!(object, Object::Volume(_));
         let left = |left: u32| left.checked_sub(1);
         if is_volume && self.conflicts.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left).is_ok() {
             let (key, expected) = (object.key(), object.metadata().resource_version);
             let found = ResourceVersion::new(expected.map_or(0, ResourceVersion::get) + 1);
-            return Err(StoreError::Conflict { key, expected, found });
+            return Err(ObjectStoreError::Conflict { key, expected, found });
         }
         self.store.put(object).await
     }
 
-    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), StoreError> {
+    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), ObjectStoreError> {
         self.store.remove(key, version).await
     }
 

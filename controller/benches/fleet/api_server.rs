@@ -13,7 +13,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use shorthorn_controller::kubernetes::events::events;
 use shorthorn_controller::kubernetes::store::{FINGERPRINT_ANNOTATION, KubeStore};
-use shorthorn_controller::store::{RedbStore, Store};
+use shorthorn_controller::store::{ObjectStore, RedbStore};
 use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::objects::{Kind, Metadata, ResourceVersion};
 use shorthorn_kube::crds::{self, Rules};

@@ -221,7 +221,7 @@ mod tests {
     use super::*;
     use crate::counters::Metrics;
     use crate::queue::WorkQueue;
-    use crate::store::{MemoryStore, Store};
+    use crate::store::{MemoryStore, ObjectStore};
 
     #[test]
     fn the_disks_of_many_agents_are_read_less_often() {

@@ -139,7 +139,7 @@ mod tests {
     use super::*;
     use crate::counters::Metrics;
     use crate::queue::WorkQueue;
-    use crate::store::{MemoryStore, Store};
+    use crate::store::{MemoryStore, ObjectStore};
 
     #[tokio::test]
     async fn a_new_controller_does_not_count_unchecked_nodes_as_lost() {

@@ -31,7 +31,7 @@ pub(crate) use self::discover::ASKED_MAX;
 pub use self::requests::{Found, FoundTrash};
 use crate::counters::Metrics;
 use crate::queue::WorkQueue;
-use crate::store::Store;
+use crate::store::ObjectStore;
 
 /// The time limit for the answer of an agent that starts or inspects an instance. A busy disk delays the
 /// files that it stores by seconds.
@@ -101,7 +101,7 @@ impl From<Status> for AgentCallError {
 
 /// The agents of all nodes with an address, in the configuration or in the node's object.
 pub struct Fleet {
-    store: Arc<dyn Store>,
+    store: Arc<dyn ObjectStore>,
     queue: Arc<WorkQueue>,
     metrics: Metrics,
     configured: BTreeMap<NodeName, ServerUrl>,
@@ -123,7 +123,7 @@ impl Fleet {
     /// [`AddressError`] for a URL that can never work.
     pub fn new(
         nodes: &BTreeMap<NodeName, ServerUrl>,
-        store: Arc<dyn Store>,
+        store: Arc<dyn ObjectStore>,
         queue: Arc<WorkQueue>,
         metrics: Metrics,
     ) -> Result<Arc<Fleet>, AddressError> {
@@ -136,7 +136,7 @@ impl Fleet {
     /// [`AddressError`] for a URL that can never work.
     pub fn with_tls(
         nodes: &BTreeMap<NodeName, ServerUrl>,
-        store: Arc<dyn Store>,
+        store: Arc<dyn ObjectStore>,
         queue: Arc<WorkQueue>,
         metrics: Metrics,
         credentials: Option<Credentials>,

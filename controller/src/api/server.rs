@@ -20,7 +20,7 @@ use crate::agents::{AgentCallError, Fleet};
 use crate::kubernetes::attachments::{Attachment, Attachments};
 use crate::kubernetes::workloads::Workloads;
 use crate::random::new_secret;
-use crate::store::{self, ChangeError, Store, StoreError};
+use crate::store::{self, ChangeError, ObjectStore, ObjectStoreError};
 
 /// The number of states of a volume that a slow watcher may be behind before the sender waits.
 const WATCH_BUFFER: usize = 16;
@@ -30,7 +30,7 @@ pub(super) type RpcResult<T> = Result<Response<T>, Status>;
 /// Serves the calls of shorthornctl: reads and changes stored objects, and calls agents.
 #[derive(Clone)]
 pub struct Api {
-    pub(super) store: Arc<dyn Store>,
+    pub(super) store: Arc<dyn ObjectStore>,
     pub(super) fleet: Arc<Fleet>,
     /// True once the controller is on its way out: streams end then.
     stopping: watch::Receiver<bool>,
@@ -53,7 +53,7 @@ impl Api {
     /// Creates the service.
     #[must_use]
     pub fn new(
-        store: Arc<dyn Store>,
+        store: Arc<dyn ObjectStore>,
         fleet: Arc<Fleet>,
         stopping: watch::Receiver<bool>,
         settings: Settings,
@@ -108,7 +108,7 @@ impl Api {
     ) -> Result<(), Status> {
         store::change(self.store.as_ref(), decide).await.map_err(|error| match error {
             ChangeError::Refused(error) => status::of_request(&error),
-            ChangeError::Store(conflict @ StoreError::Conflict { .. }) => {
+            ChangeError::Store(conflict @ ObjectStoreError::Conflict { .. }) => {
                 Status::aborted(format!("too many changes at once: {conflict}; try again"))
             }
             ChangeError::Store(error) => status::of_store(&error),

@@ -4,7 +4,7 @@ use shorthorn_controller_core::requests::RequestError;
 use tonic::{Code, Status};
 
 use crate::agents::AgentCallError;
-use crate::store::StoreError;
+use crate::store::ObjectStoreError;
 
 pub(super) fn of_request(error: &RequestError) -> Status {
     let code = match error {
@@ -59,9 +59,9 @@ pub(super) fn of_request(error: &RequestError) -> Status {
     Status::new(code, error.to_string())
 }
 
-pub(super) fn of_store(error: &StoreError) -> Status {
+pub(super) fn of_store(error: &ObjectStoreError) -> Status {
     let code = match error {
-        StoreError::Refused { .. } => Code::InvalidArgument,
+        ObjectStoreError::Refused { .. } => Code::InvalidArgument,
         _ => Code::Unavailable,
     };
     Status::new(code, error.to_string())

@@ -17,7 +17,7 @@ use super::server::Api;
 use super::status;
 use crate::agents::{FoundTrash, convert};
 use crate::random::new_secret;
-use crate::store::StoreError;
+use crate::store::ObjectStoreError;
 
 /// The maximum number of new decisions of an undeletion after conflicting changes.
 const CONFLICTS_MAX: u32 = 10;
@@ -229,8 +229,8 @@ impl Api {
             let decided = undelete(&self.store.state(), name, trash, &in_place, secret, Timestamp::now());
             match self.put_undeleted(decided.map_err(|error| status::of_request(&error))?).await {
                 Ok(()) => return Ok(()),
-                Err(StoreError::Conflict { .. }) if conflicts < CONFLICTS_MAX => conflicts += 1,
-                Err(conflict @ StoreError::Conflict { .. }) => {
+                Err(ObjectStoreError::Conflict { .. }) if conflicts < CONFLICTS_MAX => conflicts += 1,
+                Err(conflict @ ObjectStoreError::Conflict { .. }) => {
                     return Err(Status::aborted(format!("too many changes at once: {conflict}; try again")));
                 }
                 Err(error) => return Err(status::of_store(&error)),
@@ -239,7 +239,7 @@ impl Api {
     }
 
     /// Stores the objects, the volume last.
-    async fn put_undeleted(&self, undeletion: Undeletion) -> Result<(), StoreError> {
+    async fn put_undeleted(&self, undeletion: Undeletion) -> Result<(), ObjectStoreError> {
         let Undeletion { replicas, engine, volume } = undeletion;
         let objects = replicas.into_iter().map(Object::from);
         for object in objects.chain(engine.map(Object::from)).chain(volume.map(Object::from)) {

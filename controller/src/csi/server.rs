@@ -15,14 +15,14 @@ use super::deadline::wait_limit;
 use crate::agents::Fleet;
 use crate::counters::Metrics;
 use crate::kubernetes::events::EventSender;
-use crate::store::Store;
+use crate::store::ObjectStore;
 
 type Answer<T> = Result<Response<T>, Status>;
 
 /// Serves the Controller calls of CSI: stores the desired state of a volume, and waits until it is reached.
 #[derive(Clone)]
 pub struct CsiController {
-    pub(super) store: Arc<dyn Store>,
+    pub(super) store: Arc<dyn ObjectStore>,
     pub(super) fleet: Arc<Fleet>,
     /// Gates that allow one call at a time on each volume.
     gates: Gates,
@@ -47,7 +47,7 @@ impl CsiController {
     /// Creates the service. It carries out every write: only a controller that may write serves it.
     #[must_use]
     pub fn new(
-        store: Arc<dyn Store>,
+        store: Arc<dyn ObjectStore>,
         fleet: Arc<Fleet>,
         stopping: watch::Receiver<bool>,
         settings: Settings,

@@ -82,7 +82,7 @@ mod tests {
     use crate::agents::Fleet;
     use crate::counters::Metrics;
     use crate::queue::WorkQueue;
-    use crate::store::{MemoryStore, Store};
+    use crate::store::{MemoryStore, ObjectStore};
 
     #[tokio::test]
     async fn a_standby_is_not_ready_and_refuses_calls_until_it_leads() {
@@ -102,7 +102,7 @@ mod tests {
         let refused = csi.create_volume(nameless()).await.unwrap_err();
         assert_eq!((refused.code(), refused.message()), (Code::Unavailable, NOT_READY));
 
-        let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+        let store: Arc<dyn ObjectStore> = Arc::new(MemoryStore::new());
         let (metrics, queue) = (Metrics::default(), Arc::new(WorkQueue::new()));
         let fleet = Fleet::new(&BTreeMap::new(), Arc::clone(&store), queue, metrics.clone()).unwrap();
         let (_stop, stopping) = watch::channel(false);

@@ -4,7 +4,7 @@ use shorthorn_controller_core::csi::{SizeError, SizedError};
 use shorthorn_controller_core::requests::RequestError;
 use shorthorn_csi::CsiError;
 
-use crate::store::{ChangeError, StoreError};
+use crate::store::{ChangeError, ObjectStoreError};
 
 /// Failures as [`CsiError`].
 pub(super) trait IntoCsiError {
@@ -88,7 +88,7 @@ impl<E: IntoCsiError> IntoCsiError for ChangeError<E> {
     fn into_csi_error(self) -> CsiError {
         match self {
             ChangeError::Refused(error) => error.into_csi_error(),
-            ChangeError::Store(error @ StoreError::Conflict { .. }) => {
+            ChangeError::Store(error @ ObjectStoreError::Conflict { .. }) => {
                 CsiError::Aborted(format!("too many changes at once: {error}; ask again"))
             }
             ChangeError::Store(error) => CsiError::Unavailable(error.to_string()),

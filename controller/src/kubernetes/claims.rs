@@ -15,7 +15,7 @@ use tokio::sync::oneshot;
 
 use super::reflector::{Reflector, ReflectorEvent};
 use crate::backoff::wait_after;
-use crate::store::{ChangeError, Store, StoreError, change};
+use crate::store::{ChangeError, ObjectStore, ObjectStoreError, change};
 
 /// The time for which changes are gathered before volumes are examined: many claims are made or deleted at
 /// once.
@@ -23,7 +23,7 @@ const DEBOUNCE: Duration = Duration::from_millis(200);
 
 /// Keeps the records of claims up to date, until it is dropped. `first` is notified after the first complete
 /// pass.
-pub async fn record_claims(client: Client, store: Arc<dyn Store>, first: oneshot::Sender<()>) {
+pub async fn record_claims(client: Client, store: Arc<dyn ObjectStore>, first: oneshot::Sender<()>) {
     let kept = Reflector::new();
     tokio::join!(kept.follow(Api::all(client), ours), record(&kept, store.as_ref(), first));
 }
@@ -46,7 +46,11 @@ fn ours(found: &KubePersistentVolume) -> Option<PersistentVolume> {
     })
 }
 
-async fn record(reflector: &Reflector<PersistentVolume>, store: &dyn Store, first: oneshot::Sender<()>) {
+async fn record(
+    reflector: &Reflector<PersistentVolume>,
+    store: &dyn ObjectStore,
+    first: oneshot::Sender<()>,
+) {
     let mut first = Some(first);
     let (mut changes, mut found) = (store.changes(), reflector.changes());
     // Nothing is recorded before the first complete list of Kubernetes: an existing record stays until then.
@@ -92,7 +96,7 @@ async fn record(reflector: &Reflector<PersistentVolume>, store: &dyn Store, firs
 /// Waits for a change that outdates the records of some volumes, and returns these volumes.
 async fn outdated_volumes(
     changes: &mut tokio::sync::broadcast::Receiver<shorthorn_controller_core::objects::Key>,
-    store: &dyn Store,
+    store: &dyn ObjectStore,
     claims: Option<&Claims>,
 ) -> BTreeSet<String> {
     loop {
@@ -120,7 +124,7 @@ async fn outdated_volumes(
 /// Updates the records of these volumes; `pending` keeps those that failed. A refused record does not delay
 /// the other volumes.
 async fn record_all(
-    store: &dyn Store,
+    store: &dyn ObjectStore,
     claims: &Claims,
     pending: &mut BTreeSet<String>,
 ) -> Result<(), ChangeError<RequestError>> {
@@ -129,7 +133,7 @@ async fn record_all(
         match change::<Volume, _>(store, |cluster| claimed::recorded(cluster, claims, name)).await {
             // It was deleted meanwhile, or cannot be used. A later change wakes this task.
             Ok(()) | Err(ChangeError::Refused(RequestError::NoVolume(_) | RequestError::LeftOut(_))) => {}
-            Err(error @ ChangeError::Store(StoreError::Unavailable { .. })) => {
+            Err(error @ ChangeError::Store(ObjectStoreError::Unavailable { .. })) => {
                 pending.append(&mut refused.0);
                 return Err(error);
             }

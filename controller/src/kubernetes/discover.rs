@@ -16,7 +16,7 @@ use tokio::sync::watch;
 
 use super::reflector::Reflector;
 use crate::backoff::wait_after;
-use crate::store::{ChangeError, Store, change};
+use crate::store::{ChangeError, ObjectStore, change};
 
 /// The relevant state of the machines in Kubernetes, kept up to date by [`discover`].
 #[derive(Debug)]
@@ -78,7 +78,7 @@ impl MachineChanges {
 
 /// Keeps `known` and the Node objects up to date, until it is dropped. Agents answer at `port` of their
 /// machines.
-pub async fn discover(client: Client, known: Arc<Machines>, store: Arc<dyn Store>, port: u16) {
+pub async fn discover(client: Client, known: Arc<Machines>, store: Arc<dyn ObjectStore>, port: u16) {
     tokio::join!(
         known.machines.follow(Api::all(client.clone()), machine),
         known.drivers.follow(Api::all(client), driver),
@@ -110,7 +110,7 @@ fn driver(node: &CSINode) -> Option<String> {
     ours.map(|driver| driver.node_id.clone())
 }
 
-async fn record(known: &Machines, store: &dyn Store, port: u16) {
+async fn record(known: &Machines, store: &dyn ObjectStore, port: u16) {
     let (mut changes, mut found) = (store.changes(), known.changes());
     let mut reported = Vec::new();
     let mut failures = 0;
@@ -145,7 +145,7 @@ async fn node_changed(changes: &mut Receiver<shorthorn_controller_core::objects:
 }
 
 async fn record_all(
-    store: &dyn Store,
+    store: &dyn ObjectStore,
     kubernetes: &KubernetesCluster,
     port: u16,
     reported: &mut Vec<NotFound>,

@@ -28,7 +28,7 @@ use super::events::EventSender;
 use super::reflector::Reflector;
 use super::{GROUP, VERSION, kind_name};
 use crate::backoff::backoff;
-use crate::store::Store;
+use crate::store::ObjectStore;
 
 /// The time for which changes are gathered before they are examined.
 const DEBOUNCE: Duration = Duration::from_secs(1);
@@ -55,7 +55,7 @@ pub struct GuardPods {
     /// None: no guard pods should exist.
     image: Option<String>,
     machines: Arc<Machines>,
-    store: Arc<dyn Store>,
+    store: Arc<dyn ObjectStore>,
     events: EventSender,
 }
 
@@ -82,7 +82,7 @@ impl GuardPods {
         namespace: &str,
         image: Option<&str>,
         machines: Arc<Machines>,
-        store: Arc<dyn Store>,
+        store: Arc<dyn ObjectStore>,
         events: EventSender,
     ) -> GuardPods {
         let (namespace, image) = (namespace.to_owned(), image.map(str::to_owned));

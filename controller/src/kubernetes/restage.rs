@@ -24,7 +24,7 @@ use super::list_watch::list;
 use super::lost_node_pods::{deleted, exactly, read};
 use crate::agents::Fleet;
 use crate::backoff::backoff;
-use crate::store::Store;
+use crate::store::ObjectStore;
 
 /// The interval at which the observed agents are examined.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
@@ -36,7 +36,7 @@ const NOT_ENDED: &str = "PodNotEnded";
 pub struct Restager {
     client: Client,
     machines: Arc<Machines>,
-    store: Arc<dyn Store>,
+    store: Arc<dyn ObjectStore>,
     fleet: Arc<Fleet>,
     events: EventSender,
 }
@@ -53,7 +53,7 @@ impl Restager {
     pub fn new(
         client: Client,
         machines: Arc<Machines>,
-        store: Arc<dyn Store>,
+        store: Arc<dyn ObjectStore>,
         fleet: Arc<Fleet>,
         events: EventSender,
     ) -> Restager {

@@ -14,7 +14,7 @@ use shorthorn_metrics::{MetricsPage, MetricsSource};
 
 use crate::agents::Fleet;
 use crate::queue::WorkQueue;
-use crate::store::Store;
+use crate::store::ObjectStore;
 use crate::tls::Tls;
 
 pub use crate::counters::Metrics;
@@ -23,7 +23,7 @@ pub use store::Metered;
 
 /// The sources of metrics once the store is open.
 struct MetricsInputs {
-    store: Arc<dyn Store>,
+    store: Arc<dyn ObjectStore>,
     fleet: Arc<Fleet>,
     queue: Arc<WorkQueue>,
 }
@@ -68,7 +68,7 @@ impl ControllerMetrics {
     }
 
     /// Sets the sources of the metrics: objects, agents and a queue.
-    pub fn show(&self, store: Arc<dyn Store>, fleet: Arc<Fleet>, queue: Arc<WorkQueue>) {
+    pub fn show(&self, store: Arc<dyn ObjectStore>, fleet: Arc<Fleet>, queue: Arc<WorkQueue>) {
         // It is called once.
         let _ = self.shown.set(MetricsInputs { store, fleet, queue });
     }

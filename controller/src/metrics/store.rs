@@ -9,14 +9,14 @@ use shorthorn_controller_core::objects::{Key, Kind, Object, Replica, ResourceVer
 use tokio::sync::broadcast;
 
 use super::{Metrics, Readiness};
-use crate::store::{Store, StoreError};
+use crate::store::{ObjectStore, ObjectStoreError};
 
 /// The time between two checks of a store that does not answer.
 const CHECK_EVERY: Duration = Duration::from_secs(5);
 
 /// A store around another one; every write is counted and timed, and shows whether the store answers.
 pub struct Metered {
-    store: Arc<dyn Store>,
+    store: Arc<dyn ObjectStore>,
     metrics: Metrics,
     readiness: Arc<Readiness>,
 }
@@ -30,7 +30,7 @@ impl std::fmt::Debug for Metered {
 impl Metered {
     /// Returns `store` with counters.
     #[must_use]
-    pub fn new(store: Arc<dyn Store>, metrics: Metrics, readiness: Arc<Readiness>) -> Metered {
+    pub fn new(store: Arc<dyn ObjectStore>, metrics: Metrics, readiness: Arc<Readiness>) -> Metered {
         Metered { store, metrics, readiness }
     }
 
@@ -39,23 +39,23 @@ impl Metered {
         kind: Kind,
         operation: &'static str,
         started: Instant,
-        result: &Result<T, StoreError>,
+        result: &Result<T, ObjectStoreError>,
     ) {
         let word = match result {
             Ok(_) => "ok",
-            Err(StoreError::Conflict { .. }) => "conflict",
-            Err(StoreError::Unavailable { .. }) => "unavailable",
-            Err(StoreError::Refused { .. }) => "refused",
+            Err(ObjectStoreError::Conflict { .. }) => "conflict",
+            Err(ObjectStoreError::Unavailable { .. }) => "unavailable",
+            Err(ObjectStoreError::Refused { .. }) => "refused",
             Err(_) => "failed",
         };
         self.metrics.wrote(kind, operation, word, started.elapsed());
     }
 
-    fn heard<T>(&self, result: &Result<T, StoreError>) {
+    fn heard<T>(&self, result: &Result<T, ObjectStoreError>) {
         match result {
             Ok(_) => self.readiness.heard(None),
             // The store says nothing about other writes with that.
-            Err(StoreError::Conflict { .. } | StoreError::Refused { .. }) => {}
+            Err(ObjectStoreError::Conflict { .. } | ObjectStoreError::Refused { .. }) => {}
             Err(error) => self.readiness.heard(Some(error.to_string())),
         }
     }
@@ -76,12 +76,12 @@ impl Metered {
 }
 
 #[async_trait]
-impl Store for Metered {
+impl ObjectStore for Metered {
     fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
         self.store.state()
     }
 
-    async fn put(&self, object: Object) -> Result<Object, StoreError> {
+    async fn put(&self, object: Object) -> Result<Object, ObjectStoreError> {
         let (kind, known, started) = (object.kind(), object.metadata().resource_version, Instant::now());
         let result = self.store.put(object).await;
         self.observe(kind, "put", started, &result);
@@ -92,7 +92,7 @@ impl Store for Metered {
         result
     }
 
-    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), StoreError> {
+    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), ObjectStoreError> {
         let started = Instant::now();
         let result = self.store.remove(key, version).await;
         self.observe(key.kind, "remove", started, &result);
@@ -100,7 +100,7 @@ impl Store for Metered {
         result
     }
 
-    async fn check(&self) -> Result<(), StoreError> {
+    async fn check(&self) -> Result<(), ObjectStoreError> {
         self.store.check().await
     }
 
@@ -176,7 +176,7 @@ mod tests {
         let readiness = Arc::<Readiness>::default();
         readiness.reached(ReadinessPhase::Leading);
         let away = unreachable();
-        let inner: Arc<dyn Store> = Arc::<FailingStore>::clone(&away);
+        let inner: Arc<dyn ObjectStore> = Arc::<FailingStore>::clone(&away);
         let store = Arc::new(Metered::new(inner, Metrics::default(), Arc::clone(&readiness)));
         let following = tokio::spawn(Arc::clone(&store).follow());
         store.put(node()).await.unwrap_err();

@@ -18,7 +18,7 @@ use crate::kubernetes::lease_thread::{END_LIMIT, LeaseThread};
 use crate::kubernetes::store::KubeStore;
 use crate::kubernetes::{CaSecret, KubernetesConfig, connect};
 use crate::metrics::{Readiness, ReadinessPhase};
-use crate::store::{RedbStore, Store};
+use crate::store::{ObjectStore, RedbStore};
 use crate::tls::CaStorage;
 
 /// The time that the decisions of a new leader wait for the PersistentVolumes of Kubernetes to be listed and
@@ -32,7 +32,7 @@ const LOG_LIMIT: Duration = Duration::from_millis(100);
 pub(super) struct OpenedStore {
     /// The place for the CA.
     pub(super) ca_storage: Arc<dyn CaStorage>,
-    pub(super) store: Arc<dyn Store>,
+    pub(super) store: Arc<dyn ObjectStore>,
     pub(super) tasks: LeaderTasks,
     /// None outside of Kubernetes.
     pub(super) kubernetes: Option<InKubernetes>,
@@ -73,7 +73,7 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
     tasks.spawn(recorder.run());
     tasks.flush_at_release(events.clone());
     let opening = KubeStore::open(client.clone(), &config.namespace, events.clone());
-    let store: Arc<dyn Store> = match tasks.during(opening).await? {
+    let store: Arc<dyn ObjectStore> = match tasks.during(opening).await? {
         Ok(store) => Arc::new(store.led_by(leader)),
         Err(error) => {
             // Nothing was begun, and the next attempt need not wait for the end of this lease.
@@ -97,7 +97,7 @@ async fn lead(config: &KubernetesConfig, readiness: &Readiness) -> Result<Opened
 /// earlier controller.
 async fn know_claims(
     client: &kube::Client,
-    store: &Arc<dyn Store>,
+    store: &Arc<dyn ObjectStore>,
     tasks: &mut LeaderTasks,
 ) -> Result<(), ServeError> {
     let (first, recorded) = oneshot::channel();

@@ -14,12 +14,12 @@ use crate::api::Api;
 use crate::csi::CsiController;
 use crate::kubernetes::events::EventSender;
 use crate::metrics::{ControllerMetrics, Metrics};
-use crate::store::{Store, StoreError};
+use crate::store::{ObjectStore, ObjectStoreError};
 use crate::work::{WorkQueue, Worker};
 
 /// The reconcilers with their store, agents and queue, and the services that use the same.
 pub(super) struct Reconciling {
-    store: Arc<dyn Store>,
+    store: Arc<dyn ObjectStore>,
     fleet: Arc<Fleet>,
     queue: Arc<WorkQueue>,
     settings: Settings,
@@ -34,7 +34,7 @@ impl Reconciling {
     /// # Errors
     /// [`AddressError`] for a URL that can never work.
     pub(super) fn new(
-        store: Arc<dyn Store>,
+        store: Arc<dyn ObjectStore>,
         nodes: &BTreeMap<NodeName, ServerUrl>,
         credentials: Option<Credentials>,
         settings: Settings,
@@ -52,7 +52,7 @@ impl Reconciling {
         Reconciling { events, ..self }
     }
 
-    pub(super) fn store(&self) -> &Arc<dyn Store> {
+    pub(super) fn store(&self) -> &Arc<dyn ObjectStore> {
         &self.store
     }
 
@@ -81,7 +81,7 @@ impl Reconciling {
     ///
     /// # Errors
     /// The error of the store.
-    pub(super) async fn run(&self) -> Result<(), StoreError> {
+    pub(super) async fn run(&self) -> Result<(), ObjectStoreError> {
         let (broken_sender, mut broken) = mpsc::channel(1);
         let worker = Worker::new(
             Arc::clone(&self.store),
@@ -108,7 +108,7 @@ mod tests {
     use crate::store::MemoryStore;
     use crate::store::failing::FailingStore;
 
-    fn reconciling(store: impl Store) -> Reconciling {
+    fn reconciling(store: impl ObjectStore) -> Reconciling {
         let url = "unix:///nonexistent/agent.sock".parse().unwrap();
         let nodes = BTreeMap::from([("a".parse().unwrap(), url)]);
         Reconciling::new(Arc::new(store), &nodes, None, Settings::default(), &Metrics::default()).unwrap()
@@ -127,6 +127,6 @@ mod tests {
     #[tokio::test]
     async fn a_broken_store_ends_the_work() {
         let ended = reconciling(FailingStore::full()).run().await;
-        assert!(matches!(ended, Err(StoreError::Write { .. })), "{ended:?}");
+        assert!(matches!(ended, Err(ObjectStoreError::Write { .. })), "{ended:?}");
     }
 }

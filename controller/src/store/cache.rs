@@ -4,7 +4,7 @@ use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::objects::{Key, Object, Replica, ResourceVersion};
 use tokio::sync::broadcast;
 
-use super::{CHANGES_MAX, StoreError};
+use super::{CHANGES_MAX, ObjectStoreError};
 
 /// The stored objects in memory, and the subscribers to their changes.
 #[derive(Debug)]
@@ -26,12 +26,12 @@ impl Cache {
         self.changes.subscribe()
     }
 
-    pub(crate) fn check(&self, key: &Key, expected: Option<ResourceVersion>) -> Result<(), StoreError> {
+    pub(crate) fn check(&self, key: &Key, expected: Option<ResourceVersion>) -> Result<(), ObjectStoreError> {
         let found = self.state().version(key);
         if found == expected {
             return Ok(());
         }
-        Err(StoreError::Conflict { key: key.clone(), expected, found })
+        Err(ObjectStoreError::Conflict { key: key.clone(), expected, found })
     }
 
     /// Lets `change` modify the objects; it returns the keys of the modified ones.

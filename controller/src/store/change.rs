@@ -2,7 +2,7 @@ use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::objects::Object;
 use shorthorn_controller_core::requests::Change;
 
-use super::{Store, StoreError};
+use super::{ObjectStore, ObjectStoreError};
 
 /// The maximum number of retries of a change after conflicts.
 const CONFLICTS_MAX: u32 = 10;
@@ -12,8 +12,8 @@ const CONFLICTS_MAX: u32 = 10;
 pub enum ChangeError<E> {
     /// The change is not allowed.
     Refused(E),
-    /// The store did not take it; [`StoreError::Conflict`]: others came first again and again.
-    Store(StoreError),
+    /// The store did not take it; [`ObjectStoreError::Conflict`]: others came first again and again.
+    Store(ObjectStoreError),
 }
 
 /// Makes the change that `decide` wants of the stored objects; decides again if another change came in
@@ -22,7 +22,7 @@ pub enum ChangeError<E> {
 /// # Errors
 /// [`ChangeError`].
 pub async fn change<T: Into<Object>, E>(
-    store: &dyn Store,
+    store: &dyn ObjectStore,
     decide: impl Fn(&ClusterState) -> Result<Change<T>, E>,
 ) -> Result<(), ChangeError<E>> {
     let mut conflicts = 0;
@@ -34,7 +34,7 @@ pub async fn change<T: Into<Object>, E>(
         };
         match store.put(object.into()).await {
             Ok(_) => return Ok(()),
-            Err(StoreError::Conflict { .. }) if conflicts < CONFLICTS_MAX => conflicts += 1,
+            Err(ObjectStoreError::Conflict { .. }) if conflicts < CONFLICTS_MAX => conflicts += 1,
             Err(error) => return Err(ChangeError::Store(error)),
         }
     }

@@ -8,12 +8,12 @@ use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::objects::{Key, Object, Replica, ResourceVersion};
 use tokio::sync::broadcast;
 
-use super::{MemoryStore, Store, StoreError};
+use super::{MemoryStore, ObjectStore, ObjectStoreError};
 
 /// A store in which every `put` fails, except for objects named [`FailingStore::FITS`].
 pub(crate) struct FailingStore {
     stored: MemoryStore,
-    put_error: fn() -> StoreError,
+    put_error: fn() -> ObjectStoreError,
     /// True if a check succeeds. Writes fail all the same.
     is_back: AtomicBool,
 }
@@ -26,15 +26,15 @@ impl FailingStore {
 
     /// A store whose disk is full.
     pub(crate) fn full() -> FailingStore {
-        FailingStore::new(|| StoreError::Write { path: "store".into(), message: "no space".to_owned() })
+        FailingStore::new(|| ObjectStoreError::Write { path: "store".into(), message: "no space".to_owned() })
     }
 
     /// A store that is out of reach.
     pub(crate) fn unreachable() -> FailingStore {
-        FailingStore::new(|| StoreError::Unavailable { message: "no route".to_owned() })
+        FailingStore::new(|| ObjectStoreError::Unavailable { message: "no route".to_owned() })
     }
 
-    fn new(put_error: fn() -> StoreError) -> FailingStore {
+    fn new(put_error: fn() -> ObjectStoreError) -> FailingStore {
         FailingStore { stored: MemoryStore::new(), put_error, is_back: AtomicBool::new(false) }
     }
 
@@ -45,27 +45,27 @@ impl FailingStore {
 }
 
 #[async_trait]
-impl Store for FailingStore {
+impl ObjectStore for FailingStore {
     fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
         self.stored.state()
     }
 
-    async fn put(&self, object: Object) -> Result<Object, StoreError> {
+    async fn put(&self, object: Object) -> Result<Object, ObjectStoreError> {
         if object.metadata().name == FailingStore::FITS {
             return self.stored.put(object).await;
         }
         Err((self.put_error)())
     }
 
-    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), StoreError> {
+    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), ObjectStoreError> {
         self.stored.remove(key, version).await
     }
 
-    async fn check(&self) -> Result<(), StoreError> {
+    async fn check(&self) -> Result<(), ObjectStoreError> {
         if self.is_back.load(Ordering::SeqCst) {
             return Ok(());
         }
-        Err(StoreError::Unavailable { message: "still no route".to_owned() })
+        Err(ObjectStoreError::Unavailable { message: "still no route".to_owned() })
     }
 
     fn reserve(&self, replicas: Vec<Replica>) -> bool {

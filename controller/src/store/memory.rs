@@ -6,7 +6,7 @@ use shorthorn_controller_core::objects::{Key, Object, Replica, ResourceVersion};
 use tokio::sync::broadcast;
 
 use super::cache::Cache;
-use super::{Store, StoreError};
+use super::{ObjectStore, ObjectStoreError};
 
 /// A store in memory alone; for tests and simulation.
 #[derive(Debug)]
@@ -37,12 +37,12 @@ impl Default for MemoryStore {
 }
 
 #[async_trait]
-impl Store for MemoryStore {
+impl ObjectStore for MemoryStore {
     fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
         self.cache.state()
     }
 
-    async fn put(&self, mut object: Object) -> Result<Object, StoreError> {
+    async fn put(&self, mut object: Object) -> Result<Object, ObjectStoreError> {
         let mut revision = self.revision.lock().unwrap_or_else(PoisonError::into_inner);
         self.cache.check(&object.key(), object.metadata().resource_version)?;
         *revision += 1;
@@ -51,7 +51,7 @@ impl Store for MemoryStore {
         Ok(object)
     }
 
-    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), StoreError> {
+    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), ObjectStoreError> {
         let _revision = self.revision.lock().unwrap_or_else(PoisonError::into_inner);
         self.cache.check(key, version)?;
         self.cache.remove(key);

@@ -25,18 +25,18 @@ pub use self::redb::RedbStore;
 pub const CHANGES_MAX: usize = 4096;
 
 /// Objects with versions. A write names the version that it was made from, and fails with
-/// [`StoreError::Conflict`] if another write came in between.
+/// [`ObjectStoreError::Conflict`] if another write came in between.
 #[async_trait]
-pub trait Store: Send + Sync + 'static {
+pub trait ObjectStore: Send + Sync + 'static {
     /// Returns all stored objects, as of the last write. The guard must not be held across an await.
     fn state(&self) -> RwLockReadGuard<'_, ClusterState>;
 
     /// Stores the object durably if the stored version is still its own (none for a new one), and returns it
     /// with its new version.
-    async fn put(&self, object: Object) -> Result<Object, StoreError>;
+    async fn put(&self, object: Object) -> Result<Object, ObjectStoreError>;
 
     /// Removes the object durably if it still has this version.
-    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), StoreError>;
+    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), ObjectStoreError>;
 
     /// Reserves the places of replicas that are about to be stored. False: one of them takes no replica any
     /// more, and none is reserved.
@@ -48,7 +48,7 @@ pub trait Store: Send + Sync + 'static {
 
     /// Checks that the store takes writes. Called while it does not answer, so that its return is noticed
     /// without a write.
-    async fn check(&self) -> Result<(), StoreError> {
+    async fn check(&self) -> Result<(), ObjectStoreError> {
         Ok(())
     }
 
@@ -69,7 +69,7 @@ pub trait Store: Send + Sync + 'static {
 /// The reason why a store has failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum StoreError {
+pub enum ObjectStoreError {
     /// Another write came first: the caller has to read again.
     #[error(
         "{key} was changed meanwhile (version {}, not {})",

@@ -25,7 +25,7 @@ use self::file::StoreFile;
 use self::group_commit::{GroupCommit, Write, WriteResult};
 use self::writer::Writer;
 use super::cache::Cache;
-use super::{Store, StoreError};
+use super::{ObjectStore, ObjectStoreError};
 use crate::ca_storage::CaStorage;
 use crate::random::new_cluster;
 
@@ -54,16 +54,16 @@ impl RedbStore {
     /// Opens the file, and makes it if it is missing.
     ///
     /// # Errors
-    /// [`StoreError::Locked`] if another controller has it; else the problem of the file.
-    pub fn open(path: &Path) -> Result<RedbStore, StoreError> {
+    /// [`ObjectStoreError::Locked`] if another controller has it; else the problem of the file.
+    pub fn open(path: &Path) -> Result<RedbStore, ObjectStoreError> {
         RedbStore::over(StoreFile::open(path)?, DISK_LIMIT)
     }
 
     /// The store in that file. No caller waits longer for its disk than the limit.
-    fn over(file: StoreFile, limit: Duration) -> Result<RedbStore, StoreError> {
+    fn over(file: StoreFile, limit: Duration) -> Result<RedbStore, ObjectStoreError> {
         let path = file.path().to_owned();
         let drawn = new_cluster()
-            .map_err(|error| StoreError::Open { path: path.clone(), message: error.to_string() })?;
+            .map_err(|error| ObjectStoreError::Open { path: path.clone(), message: error.to_string() })?;
         let (revision, cluster) = file.prepare(&drawn)?;
         let (state, unreadable) = file.load()?;
         let inner = Inner {
@@ -87,8 +87,8 @@ impl RedbStore {
     /// file never differ. A disk that hangs holds up its threads, and no caller longer than the limit.
     async fn blocking<T: Send + 'static>(
         &self,
-        write: impl FnOnce(&Inner) -> Result<T, StoreError> + Send + 'static,
-    ) -> Result<T, StoreError> {
+        write: impl FnOnce(&Inner) -> Result<T, ObjectStoreError> + Send + 'static,
+    ) -> Result<T, ObjectStoreError> {
         // No thread waits behind one that hangs already.
         self.inner.disk.check().map_err(|hung| self.inner.hung(hung))?;
         let inner = Arc::clone(&self.inner);
@@ -96,7 +96,7 @@ impl RedbStore {
         match tokio::time::timeout(self.inner.disk.limit(), writing).await {
             Ok(Ok(result)) => result,
             Ok(Err(error)) => {
-                Err(StoreError::Write { path: self.inner.path.clone(), message: error.to_string() })
+                Err(ObjectStoreError::Write { path: self.inner.path.clone(), message: error.to_string() })
             }
             Err(_) => Err(self.inner.hung(self.inner.disk.limit())),
         }
@@ -104,20 +104,20 @@ impl RedbStore {
 }
 
 #[async_trait]
-impl Store for RedbStore {
+impl ObjectStore for RedbStore {
     fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
         self.inner.cache.state()
     }
 
-    async fn put(&self, object: Object) -> Result<Object, StoreError> {
+    async fn put(&self, object: Object) -> Result<Object, ObjectStoreError> {
         let stored = self.blocking(move |inner| inner.write(Write::Put(object))).await?;
-        stored.ok_or_else(|| StoreError::Write {
+        stored.ok_or_else(|| ObjectStoreError::Write {
             path: self.inner.path.clone(),
             message: "the answer to another write came".to_owned(),
         })
     }
 
-    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), StoreError> {
+    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), ObjectStoreError> {
         let key = key.clone();
         self.blocking(move |inner| inner.write(Write::Remove(key, version))).await.map(drop)
     }
@@ -130,7 +130,7 @@ impl Store for RedbStore {
         self.inner.cache.forget_reservations(names);
     }
 
-    async fn check(&self) -> Result<(), StoreError> {
+    async fn check(&self) -> Result<(), ObjectStoreError> {
         self.blocking(|inner| inner.disk.access().file().commit_nothing()).await
     }
 
@@ -150,9 +150,9 @@ impl Inner {
     }
 
     /// The error of a write that has not ended. It may still succeed, and memory has its result then.
-    fn hung(&self, waited: Duration) -> StoreError {
+    fn hung(&self, waited: Duration) -> ObjectStoreError {
         let (path, waited) = (self.path.display(), waited.as_secs_f64());
-        StoreError::Unavailable {
+        ObjectStoreError::Unavailable {
             message: format!("{path}: a write has not ended within {waited:.1} s: check its disk"),
         }
     }

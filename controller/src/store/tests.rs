@@ -14,7 +14,7 @@ fn a_conflict_names_the_stored_version_and_zero_if_none_is_stored() {
     let key = || Key::new(Kind::Node, "n");
     let conflict = |expected: u64, found: u64| {
         let (expected, found) = (ResourceVersion::new(expected), ResourceVersion::new(found));
-        StoreError::Conflict { key: key(), expected, found }.to_string()
+        ObjectStoreError::Conflict { key: key(), expected, found }.to_string()
     };
     assert_eq!(conflict(3, 4), "node n was changed meanwhile (version 4, not 3)");
     assert_eq!(conflict(3, 0), "node n was changed meanwhile (version 0, not 3)");
@@ -22,20 +22,20 @@ fn a_conflict_names_the_stored_version_and_zero_if_none_is_stored() {
 }
 
 /// Checks the contract of every store.
-async fn keeps_the_contract(store: &dyn Store) {
+async fn keeps_the_contract(store: &dyn ObjectStore) {
     let key = Key::new(Kind::Node, "n");
     let mut changes = store.changes();
     let first = store.put(node("n", 0)).await.unwrap();
     assert_eq!(changes.recv().await.unwrap(), key);
     assert_eq!(store.state().get(&key), Some(first.clone()));
     // A second one of that name, and a write from an old version.
-    assert!(matches!(store.put(node("n", 0)).await, Err(StoreError::Conflict { .. })));
+    assert!(matches!(store.put(node("n", 0)).await, Err(ObjectStoreError::Conflict { .. })));
     let second = store.put(first.clone()).await.unwrap();
     let (before, version) = (first.metadata().resource_version, second.metadata().resource_version);
     assert!(version > before && before.is_some());
-    assert!(matches!(store.put(first).await, Err(StoreError::Conflict { .. })));
+    assert!(matches!(store.put(first).await, Err(ObjectStoreError::Conflict { .. })));
     for old in [before, None] {
-        assert!(matches!(store.remove(&key, old).await, Err(StoreError::Conflict { .. })));
+        assert!(matches!(store.remove(&key, old).await, Err(ObjectStoreError::Conflict { .. })));
     }
     store.remove(&key, version).await.unwrap();
     assert_eq!(store.state().get(&key), None);
@@ -59,7 +59,7 @@ async fn a_file_keeps_objects_and_versions() {
     let kept = store.put(node("kept", 0)).await.unwrap();
     let gone = store.put(node("gone", 0)).await.unwrap();
     store.remove(&gone.key(), gone.metadata().resource_version).await.unwrap();
-    assert!(matches!(RedbStore::open(&path), Err(StoreError::Locked(_))));
+    assert!(matches!(RedbStore::open(&path), Err(ObjectStoreError::Locked(_))));
     drop(store);
 
     let store = RedbStore::open(&path).unwrap();
@@ -139,7 +139,7 @@ async fn one_object_that_cannot_be_read_stops_no_other_and_is_never_replaced() {
     let sentence = store.state().unknown(&Key::new(Kind::Node, "bad")).unwrap();
     assert!(sentence.contains("restore the store from a backup"), "{sentence}");
     let refused = store.put(node("bad", 0)).await.unwrap_err();
-    assert!(matches!(&refused, StoreError::Refused { key, .. } if key.name == "bad"), "{refused}");
+    assert!(matches!(&refused, ObjectStoreError::Refused { key, .. } if key.name == "bad"), "{refused}");
     drop(store);
     assert_eq!(bytes(&::redb::Database::open(&path).unwrap()), b"{");
 }

@@ -399,7 +399,7 @@ mod tests {
         let mut pins = Vec::new();
         for _ in 0..2 {
             let store = RedbStore::open(&path).unwrap();
-            let cluster = crate::store::Store::cluster(&store).to_owned();
+            let cluster = crate::store::ObjectStore::cluster(&store).to_owned();
             let tls = Tls::open(store.ca_storage(), &cluster).await.unwrap();
             pins.push(tls.read_authority(|authority| authority.pin().unwrap()).await);
             let node = Role::node("a").unwrap();

@@ -8,11 +8,11 @@ use shorthorn_controller_core::{Decision, Timestamp};
 use shorthorn_types::limits::MAX_MEMBERS;
 
 use crate::agents::Fleet;
-use crate::store::Store;
+use crate::store::ObjectStore;
 
 /// The reconcilers with the state that they decide from.
 pub(super) struct Decider {
-    store: Arc<dyn Store>,
+    store: Arc<dyn ObjectStore>,
     fleet: Arc<Fleet>,
     settings: Settings,
     /// Held while a decision that may give disk space away is taken, until its space is reserved.
@@ -31,7 +31,7 @@ pub(super) struct Decided {
 }
 
 impl Decider {
-    pub(super) fn new(store: Arc<dyn Store>, fleet: Arc<Fleet>, settings: Settings) -> Decider {
+    pub(super) fn new(store: Arc<dyn ObjectStore>, fleet: Arc<Fleet>, settings: Settings) -> Decider {
         Decider { store, fleet, settings, placing: Mutex::new(()) }
     }
 
@@ -94,8 +94,8 @@ mod tests {
 
     const DISK: &str = "/disk";
 
-    async fn decider(allow_scheduling: bool) -> (Arc<dyn Store>, Decider) {
-        let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    async fn decider(allow_scheduling: bool) -> (Arc<dyn ObjectStore>, Decider) {
+        let store: Arc<dyn ObjectStore> = Arc::new(MemoryStore::new());
         let mut node = Node::new("a", Timestamp::UNIX_EPOCH);
         let disk = DiskSpec {
             allow_scheduling,

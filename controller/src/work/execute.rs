@@ -9,23 +9,23 @@ use tokio::sync::mpsc;
 use crate::agents::Fleet;
 use crate::kubernetes::events::EventSender;
 use crate::queue::RunOutcome;
-use crate::store::{Store, StoreError};
+use crate::store::{ObjectStore, ObjectStoreError};
 
 /// Performs the actions of decisions.
 pub(super) struct ActionRunner {
-    store: Arc<dyn Store>,
+    store: Arc<dyn ObjectStore>,
     fleet: Arc<Fleet>,
     /// The channel for errors of the store that no retry can repair.
-    broken: mpsc::Sender<StoreError>,
+    broken: mpsc::Sender<ObjectStoreError>,
     /// The events, which people see besides the log.
     events: Option<EventSender>,
 }
 
 impl ActionRunner {
     pub(super) fn new(
-        store: Arc<dyn Store>,
+        store: Arc<dyn ObjectStore>,
         fleet: Arc<Fleet>,
-        broken: mpsc::Sender<StoreError>,
+        broken: mpsc::Sender<ObjectStoreError>,
         events: Option<EventSender>,
     ) -> ActionRunner {
         ActionRunner { store, fleet, broken, events }
@@ -94,18 +94,18 @@ impl ActionRunner {
         }
     }
 
-    fn stored(&self, result: Result<(), StoreError>) -> bool {
+    fn stored(&self, result: Result<(), ObjectStoreError>) -> bool {
         match result {
             Ok(()) => true,
-            Err(error @ StoreError::Conflict { .. }) => {
+            Err(error @ ObjectStoreError::Conflict { .. }) => {
                 tracing::debug!(%error, "reconciling again");
                 false
             }
-            Err(error @ StoreError::Unavailable { .. }) => {
+            Err(error @ ObjectStoreError::Unavailable { .. }) => {
                 tracing::warn!(%error, "trying again");
                 false
             }
-            Err(error @ StoreError::Refused { .. }) => {
+            Err(error @ ObjectStoreError::Refused { .. }) => {
                 tracing::error!(%error, "trying again later");
                 false
             }
@@ -136,8 +136,10 @@ mod tests {
     use crate::store::failing::FailingStore;
 
     /// Returns an action runner with an agent on `a` that counts as synced and does not answer.
-    fn action_runner(store: impl Store) -> (Arc<dyn Store>, ActionRunner, mpsc::Receiver<StoreError>) {
-        let store: Arc<dyn Store> = Arc::new(store);
+    fn action_runner(
+        store: impl ObjectStore,
+    ) -> (Arc<dyn ObjectStore>, ActionRunner, mpsc::Receiver<ObjectStoreError>) {
+        let store: Arc<dyn ObjectStore> = Arc::new(store);
         let nodes =
             BTreeMap::from([("a".parse().unwrap(), "unix:///nonexistent/agent.sock".parse().unwrap())]);
         let queue = Arc::new(WorkQueue::new());
@@ -206,7 +208,7 @@ mod tests {
             let full = decision(vec![write(node("a")), write(node(FailingStore::FITS))]);
             assert_eq!(action_runner.carry_out(&key, None, full).await, RunOutcome::Failed);
         }
-        assert!(matches!(errors.try_recv(), Ok(StoreError::Write { .. })));
+        assert!(matches!(errors.try_recv(), Ok(ObjectStoreError::Write { .. })));
         assert!(errors.try_recv().is_err(), "the second one finds the channel full");
     }
 }

@@ -15,7 +15,7 @@ use tokio::sync::mpsc;
 use crate::agents::Fleet;
 use crate::counters::Metrics;
 use crate::kubernetes::events::EventSender;
-use crate::store::{Store, StoreError};
+use crate::store::{ObjectStore, ObjectStoreError};
 
 pub use crate::queue::{Depth, RunOutcome, WorkQueue};
 use decider::Decider;
@@ -25,7 +25,7 @@ use reconcile_runs::{ReconcileRunner, ReconcileRuns};
 
 /// Fills the queue with the objects that a change concerns, and starts runs over them.
 pub struct Worker {
-    store: Arc<dyn Store>,
+    store: Arc<dyn ObjectStore>,
     fleet: Arc<Fleet>,
     queue: Arc<WorkQueue>,
     settings: Settings,
@@ -42,10 +42,10 @@ impl Worker {
     /// Creates a worker; an error sent to `broken` ends the process.
     #[must_use]
     pub fn new(
-        store: Arc<dyn Store>,
+        store: Arc<dyn ObjectStore>,
         fleet: Arc<Fleet>,
         queue: Arc<WorkQueue>,
-        broken: mpsc::Sender<StoreError>,
+        broken: mpsc::Sender<ObjectStoreError>,
         events: Option<EventSender>,
         settings: Settings,
         metrics: Metrics,

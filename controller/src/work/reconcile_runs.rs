@@ -97,10 +97,10 @@ mod tests {
     use super::*;
     use crate::agents::Fleet;
     use crate::queue::Depth;
-    use crate::store::{MemoryStore, Store};
+    use crate::store::{MemoryStore, ObjectStore};
 
     fn runs() -> (Arc<WorkQueue>, ReconcileRuns) {
-        let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+        let store: Arc<dyn ObjectStore> = Arc::new(MemoryStore::new());
         let (queue, metrics) = (Arc::new(WorkQueue::new()), Metrics::default());
         let nodes = BTreeMap::new();
         let fleet = Fleet::new(&nodes, Arc::clone(&store), Arc::clone(&queue), metrics.clone()).unwrap();

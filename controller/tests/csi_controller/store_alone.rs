@@ -13,7 +13,7 @@ use shorthorn_controller::agents::Fleet;
 use shorthorn_controller::csi::CsiController;
 use shorthorn_controller::kubernetes::events::{EventSender, events};
 use shorthorn_controller::metrics::Metrics;
-use shorthorn_controller::store::{MemoryStore, Store};
+use shorthorn_controller::store::{MemoryStore, ObjectStore};
 use shorthorn_controller::work::WorkQueue;
 use shorthorn_controller_core::Timestamp;
 use shorthorn_controller_core::objects::{
@@ -46,7 +46,7 @@ impl Alone {
 
     fn start_with(events: Option<EventSender>) -> Alone {
         let store = Arc::new(MemoryStore::new());
-        let shared: Arc<dyn Store> = Arc::<MemoryStore>::clone(&store);
+        let shared: Arc<dyn ObjectStore> = Arc::<MemoryStore>::clone(&store);
         let fleet = Fleet::new(
             &Default::default(),
             Arc::clone(&shared),

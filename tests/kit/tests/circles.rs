@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 /// The imports of each module: the siblings that it names, itself or in its children.
 type Imports = BTreeMap<String, BTreeSet<String>>;
 
-/// The parts of a path such as `crate::store::Store`.
+/// The parts of a path such as `crate::store::ObjectStore`.
 type Names = Vec<String>;
 
 /// Returns the path of a child of `module`.

@@ -27,7 +27,7 @@ pub(super) use machine::{deleted, exactly};
 
 use crate::agents::Fleet;
 use crate::counters::Metrics;
-use crate::store::Store;
+use crate::store::ObjectStore;
 
 /// The time for which changes are gathered before they are examined: many pods are deleted at once.
 const DEBOUNCE: Duration = Duration::from_secs(1);
@@ -40,7 +40,7 @@ const ROUNDS_MAX: usize = 4;
 pub struct PodForceDeleter {
     client: Client,
     known: Arc<Machines>,
-    store: Arc<dyn Store>,
+    store: Arc<dyn ObjectStore>,
     fleet: Arc<Fleet>,
     events: EventSender,
     metrics: Metrics,
@@ -59,7 +59,7 @@ impl PodForceDeleter {
     pub fn new(
         client: Client,
         known: Arc<Machines>,
-        store: Arc<dyn Store>,
+        store: Arc<dyn ObjectStore>,
         fleet: Arc<Fleet>,
         events: EventSender,
         metrics: Metrics,

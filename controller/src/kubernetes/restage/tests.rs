@@ -89,7 +89,7 @@ fn agent(is_synced: bool, dead: &[(&str, &str)]) -> ObservedAgent {
     agent
 }
 
-async fn store() -> Arc<dyn Store> {
+async fn store() -> Arc<dyn ObjectStore> {
     let store = MemoryStore::new();
     let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 30, ..CreateVolume::default() };
     let mut volume = wanted.sketch(Secret::new([1; 32]), Timestamp::UNIX_EPOCH).unwrap();

@@ -8,7 +8,7 @@ use shorthorn_controller_core::objects::{Key, Kind, Object, Replica, ResourceVer
 use tokio::sync::broadcast;
 
 use super::order::{ObjectList, VersionOrder};
-use crate::store::StoreError;
+use crate::store::ObjectStoreError;
 use crate::store::cache::Cache;
 
 /// The known objects, and the versions that were received. Subscribers get each change once.
@@ -35,7 +35,7 @@ impl KnownObjects {
     }
 
     /// Checks that the known object has this version.
-    pub(super) fn check(&self, key: &Key, expected: Option<ResourceVersion>) -> Result<(), StoreError> {
+    pub(super) fn check(&self, key: &Key, expected: Option<ResourceVersion>) -> Result<(), ObjectStoreError> {
         self.cache.check(key, expected)
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::store::StoreError;
+use crate::store::ObjectStoreError;
 
 /// The time for which a failed write counts if no later one succeeds. Failed runs are repeated sooner.
 pub(super) const DOUBT_LIMIT: Duration = Duration::from_secs(30);
@@ -24,11 +24,11 @@ struct FailedWrite {
 impl LastWrite {
     /// Records the outcome of a write, and returns it. A refusal and a conflict say nothing about other
     /// writes.
-    pub(super) fn record<T>(&self, result: Result<T, StoreError>) -> Result<T, StoreError> {
+    pub(super) fn record<T>(&self, result: Result<T, ObjectStoreError>) -> Result<T, ObjectStoreError> {
         let mut failed = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         match &result {
             Ok(_) => *failed = None,
-            Err(StoreError::Unavailable { message }) => {
+            Err(ObjectStoreError::Unavailable { message }) => {
                 *failed = Some(FailedWrite { at: Instant::now(), message: message.clone() });
             }
             Err(_) => {}
@@ -40,13 +40,13 @@ impl LastWrite {
     /// Checks that no write has failed within [`DOUBT_LIMIT`], unless a later one succeeded.
     ///
     /// # Errors
-    /// [`StoreError::Unavailable`] with the error of the last write.
-    pub(super) fn check(&self) -> Result<(), StoreError> {
+    /// [`ObjectStoreError::Unavailable`] with the error of the last write.
+    pub(super) fn check(&self) -> Result<(), ObjectStoreError> {
         let failed = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let recent = failed.as_ref().filter(|failed| failed.at.elapsed() < DOUBT_LIMIT);
         match recent {
             Some(FailedWrite { message, .. }) => {
-                Err(StoreError::Unavailable { message: format!("the last write failed: {message}") })
+                Err(ObjectStoreError::Unavailable { message: format!("the last write failed: {message}") })
             }
             None => Ok(()),
         }

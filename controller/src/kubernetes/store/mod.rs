@@ -44,7 +44,7 @@ use self::last_write::LastWrite;
 use self::order::place;
 use self::remote::{Part, Remote};
 use super::events::EventSender;
-use crate::store::{Store, StoreError};
+use crate::store::{ObjectStore, ObjectStoreError};
 
 pub use self::convert::ConvertError;
 pub use self::keys::{FINGERPRINT_ANNOTATION, KEY_NAME};
@@ -215,12 +215,12 @@ async fn check_definitions(client: &Client) -> Result<(), StoreOpenError> {
 }
 
 #[async_trait]
-impl Store for KubeStore {
+impl ObjectStore for KubeStore {
     fn state(&self) -> RwLockReadGuard<'_, ClusterState> {
         self.inner.known.state()
     }
 
-    async fn put(&self, object: Object) -> Result<Object, StoreError> {
+    async fn put(&self, object: Object) -> Result<Object, ObjectStoreError> {
         let inner = Arc::clone(&self.inner);
         // The write completes even if the caller is gone: the memory learns of it.
         finished(tokio::spawn(async move {
@@ -235,17 +235,17 @@ impl Store for KubeStore {
         .await
     }
 
-    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), StoreError> {
+    async fn remove(&self, key: &Key, version: Option<ResourceVersion>) -> Result<(), ObjectStoreError> {
         let (inner, key) = (Arc::clone(&self.inner), key.clone());
         finished(tokio::spawn(async move { inner.last_write.record(inner.remove(&key, version).await) }))
             .await
     }
 
-    async fn check(&self) -> Result<(), StoreError> {
+    async fn check(&self) -> Result<(), ObjectStoreError> {
         self.inner.last_write.check()?;
         let one =
             bounded(self.inner.remote.api(Kind::Node).list_metadata(&ListParams::default().limit(1))).await;
-        let unavailable = |error: CallError| StoreError::Unavailable { message: error.to_string() };
+        let unavailable = |error: CallError| ObjectStoreError::Unavailable { message: error.to_string() };
         one.map(drop).map_err(unavailable)
     }
 
@@ -270,15 +270,17 @@ impl Store for KubeStore {
     }
 }
 
-async fn finished<T>(task: tokio::task::JoinHandle<Result<T, StoreError>>) -> Result<T, StoreError> {
+async fn finished<T>(
+    task: tokio::task::JoinHandle<Result<T, ObjectStoreError>>,
+) -> Result<T, ObjectStoreError> {
     match task.await {
         Ok(result) => result,
-        Err(error) => Err(StoreError::Unavailable { message: error.to_string() }),
+        Err(error) => Err(ObjectStoreError::Unavailable { message: error.to_string() }),
     }
 }
 
 impl Inner {
-    async fn put(&self, object: Object) -> Result<Object, StoreError> {
+    async fn put(&self, object: Object) -> Result<Object, ObjectStoreError> {
         let key = object.key();
         let expected = object.metadata().resource_version;
         self.known.check(&key, expected)?;
@@ -362,7 +364,7 @@ impl Inner {
         }
     }
 
-    async fn remove(&self, key: &Key, expected: Option<ResourceVersion>) -> Result<(), StoreError> {
+    async fn remove(&self, key: &Key, expected: Option<ResourceVersion>) -> Result<(), ObjectStoreError> {
         self.known.check(key, expected)?;
         match self.take_away(key, expected).await {
             Ok(()) => Ok(()),
@@ -407,24 +409,29 @@ impl Inner {
 
     /// After a failed write, memory must not be older than the version in conflict: the next write would
     /// fail too.
-    async fn failed(&self, key: &Key, expected: Option<ResourceVersion>, error: &WriteError) -> StoreError {
+    async fn failed(
+        &self,
+        key: &Key,
+        expected: Option<ResourceVersion>,
+        error: &WriteError,
+    ) -> ObjectStoreError {
         let error = match error {
             WriteError::Call(error) => error,
             WriteError::Changed => {
-                return StoreError::Conflict {
+                return ObjectStoreError::Conflict {
                     key: key.clone(),
                     expected,
                     found: self.known.state().version(key),
                 };
             }
             WriteError::Convert(error) => {
-                return StoreError::Refused { key: key.clone(), message: error.to_string() };
+                return ObjectStoreError::Refused { key: key.clone(), message: error.to_string() };
             }
             WriteError::Json(error) => {
-                return StoreError::Refused { key: key.clone(), message: error.to_string() };
+                return ObjectStoreError::Refused { key: key.clone(), message: error.to_string() };
             }
             WriteError::EncryptionDropped => {
-                return StoreError::Refused { key: key.clone(), message: error.to_string() };
+                return ObjectStoreError::Refused { key: key.clone(), message: error.to_string() };
             }
         };
         if is_code(error, 409) || is_code(error, 404) {
@@ -482,15 +489,15 @@ fn store_error(
     key: &Key,
     expected: Option<ResourceVersion>,
     found: Option<ResourceVersion>,
-) -> StoreError {
+) -> ObjectStoreError {
     let is = |code| is_code(error, code);
     if is(409) || is(404) {
-        return StoreError::Conflict { key: key.clone(), expected, found };
+        return ObjectStoreError::Conflict { key: key.clone(), expected, found };
     }
     if is(400) || is(413) || is(422) || is_denied_by_policy(error) {
-        return StoreError::Refused { key: key.clone(), message: error.to_string() };
+        return ObjectStoreError::Refused { key: key.clone(), message: error.to_string() };
     }
-    StoreError::Unavailable { message: format!("{key}: {error}") }
+    ObjectStoreError::Unavailable { message: format!("{key}: {error}") }
 }
 
 /// Returns true if a quota or an admission policy refuses this object. Without the right to write, the API

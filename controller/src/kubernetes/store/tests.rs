@@ -113,7 +113,7 @@ async fn a_controller_whose_writes_fail_is_not_ready() {
     // A conflict says nothing about the writes of other objects.
     let mut old = Node::new("a", Timestamp::UNIX_EPOCH);
     old.metadata.resource_version = ResourceVersion::new(3);
-    assert!(matches!(store.put(old.into()).await, Err(StoreError::Conflict { .. })));
+    assert!(matches!(store.put(old.into()).await, Err(ObjectStoreError::Conflict { .. })));
     readiness.check().unwrap_err();
     api.refuses_writes.store(false, Ordering::Relaxed);
     store.put(node("a")).await.unwrap();
@@ -133,7 +133,7 @@ async fn a_volume_whose_encryption_the_api_server_drops_is_refused_and_not_creat
     let store = store(&api);
     api.is_old.store(true, Ordering::Relaxed);
     let error = store.put(volume(true)).await.unwrap_err();
-    assert!(matches!(error, StoreError::Refused { .. }), "{error:?}");
+    assert!(matches!(error, ObjectStoreError::Refused { .. }), "{error:?}");
     let remedy = "Apply the definitions (CRDs) of this release first";
     assert!(error.to_string().contains(remedy), "{error}");
     assert_eq!(*api.stored.lock().unwrap(), None);

@@ -6,7 +6,7 @@ use async_trait::async_trait;
 
 use super::RedbStore;
 use crate::ca_storage::{CaStorage, CaStorageError};
-use crate::store::StoreError;
+use crate::store::ObjectStoreError;
 
 /// The number of states of the CA that were to be saved.
 #[derive(Debug, Default)]
@@ -19,13 +19,13 @@ impl Saves {
     }
 
     /// Returns an error if another one has begun since that one.
-    fn check_last(&self, number: u64) -> Result<(), StoreError> {
+    fn check_last(&self, number: u64) -> Result<(), ObjectStoreError> {
         if self.0.load(Ordering::SeqCst) == number {
             return Ok(());
         }
         // Its caller got an error because of the wait, and has stored another state since.
         let message = "another state of the CA was to be stored since".to_owned();
-        Err(StoreError::Unavailable { message })
+        Err(ObjectStoreError::Unavailable { message })
     }
 }
 
@@ -61,7 +61,7 @@ mod tests {
         let first = saves.begin();
         assert!(saves.check_last(first).is_ok());
         let second = saves.begin();
-        assert!(matches!(saves.check_last(first), Err(StoreError::Unavailable { .. })));
+        assert!(matches!(saves.check_last(first), Err(ObjectStoreError::Unavailable { .. })));
         assert!(saves.check_last(second).is_ok());
     }
 }

@@ -11,7 +11,7 @@ use shorthorn_controller_core::ClusterState;
 use shorthorn_controller_core::left_out_objects::LeftOut;
 use shorthorn_controller_core::objects::{Key, Kind, Object};
 
-use crate::store::StoreError;
+use crate::store::ObjectStoreError;
 
 /// `volume/<name>` and so on, to the object as JSON.
 pub(super) const OBJECTS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("objects");
@@ -41,16 +41,16 @@ impl StoreFile {
     /// Opens the file, and makes it if it is missing.
     ///
     /// # Errors
-    /// [`StoreError::Locked`] if another controller has it; else [`StoreError::Open`].
-    pub(super) fn open(path: &Path) -> Result<StoreFile, StoreError> {
+    /// [`ObjectStoreError::Locked`] if another controller has it; else [`ObjectStoreError::Open`].
+    pub(super) fn open(path: &Path) -> Result<StoreFile, ObjectStoreError> {
         let database =
             Database::builder().set_cache_size(CACHE_BYTES).create(path).map_err(|error| match error {
-                DatabaseError::DatabaseAlreadyOpen => StoreError::Locked(path.to_owned()),
-                error => StoreError::Open { path: path.to_owned(), message: error.to_string() },
+                DatabaseError::DatabaseAlreadyOpen => ObjectStoreError::Locked(path.to_owned()),
+                error => ObjectStoreError::Open { path: path.to_owned(), message: error.to_string() },
             })?;
         // It holds the secrets of the volumes.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
-            .map_err(|error| StoreError::Open { path: path.to_owned(), message: error.to_string() })?;
+            .map_err(|error| ObjectStoreError::Open { path: path.to_owned(), message: error.to_string() })?;
         Ok(StoreFile::over(path, database))
     }
 
@@ -66,8 +66,8 @@ impl StoreFile {
     /// cluster, which is `drawn` if the file has none yet.
     ///
     /// # Errors
-    /// [`StoreError::Open`] or [`StoreError::Format`].
-    pub(super) fn prepare(&self, drawn: &str) -> Result<(u64, String), StoreError> {
+    /// [`ObjectStoreError::Open`] or [`ObjectStoreError::Format`].
+    pub(super) fn prepare(&self, drawn: &str) -> Result<(u64, String), ObjectStoreError> {
         prepare(&self.database, drawn).map_err(|damage| damage.at(&self.path))
     }
 
@@ -75,8 +75,8 @@ impl StoreFile {
     /// others.
     ///
     /// # Errors
-    /// [`StoreError::Open`].
-    pub(super) fn load(&self) -> Result<(ClusterState, BTreeSet<String>), StoreError> {
+    /// [`ObjectStoreError::Open`].
+    pub(super) fn load(&self) -> Result<(ClusterState, BTreeSet<String>), ObjectStoreError> {
         load(&self.database).map_err(|damage| damage.at(&self.path))
     }
 
@@ -114,29 +114,29 @@ impl StoreFile {
     /// Commits the format that is stored already: the disk has to take it.
     ///
     /// # Errors
-    /// [`StoreError::Write`].
-    pub(super) fn commit_nothing(&self) -> Result<(), StoreError> {
+    /// [`ObjectStoreError::Write`].
+    pub(super) fn commit_nothing(&self) -> Result<(), ObjectStoreError> {
         commit_format(&self.database).map_err(|error| self.write_error(&error))
     }
 
     /// Returns the state of the cluster's CA; none: no state was saved.
     ///
     /// # Errors
-    /// [`StoreError::Write`].
-    pub(super) fn authority(&self) -> Result<Option<Vec<u8>>, StoreError> {
+    /// [`ObjectStoreError::Write`].
+    pub(super) fn authority(&self) -> Result<Option<Vec<u8>>, ObjectStoreError> {
         authority(&self.database).map_err(|error| self.write_error(&error))
     }
 
     /// Stores the state of the cluster's CA durably.
     ///
     /// # Errors
-    /// [`StoreError::Write`].
-    pub(super) fn save_authority(&self, state: &[u8]) -> Result<(), StoreError> {
+    /// [`ObjectStoreError::Write`].
+    pub(super) fn save_authority(&self, state: &[u8]) -> Result<(), ObjectStoreError> {
         save_authority(&self.database, state).map_err(|error| self.write_error(&error))
     }
 
-    pub(super) fn write_error(&self, error: &redb::Error) -> StoreError {
-        StoreError::Write { path: self.path.clone(), message: error.to_string() }
+    pub(super) fn write_error(&self, error: &redb::Error) -> ObjectStoreError {
+        ObjectStoreError::Write { path: self.path.clone(), message: error.to_string() }
     }
 }
 
@@ -164,11 +164,11 @@ impl<E: Into<redb::Error>> From<E> for Damage {
 }
 
 impl Damage {
-    fn at(self, path: &Path) -> StoreError {
+    fn at(self, path: &Path) -> ObjectStoreError {
         let path = path.to_owned();
         match self {
-            Damage::Database(error) => StoreError::Open { path, message: error.to_string() },
-            Damage::Format(message) => StoreError::Format { path, message },
+            Damage::Database(error) => ObjectStoreError::Open { path, message: error.to_string() },
+            Damage::Format(message) => ObjectStoreError::Format { path, message },
         }
     }
 }
@@ -262,7 +262,10 @@ mod tests {
         let transaction = file.database.begin_write().unwrap();
         transaction.open_table(NUMBERS).unwrap().insert("format", FORMAT + 1).unwrap();
         transaction.commit().unwrap();
-        assert!(matches!(file.prepare("other"), Err(StoreError::Format { .. })), "a later release made it");
+        assert!(
+            matches!(file.prepare("other"), Err(ObjectStoreError::Format { .. })),
+            "a later release made it"
+        );
     }
 
     #[test]

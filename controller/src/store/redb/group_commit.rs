@@ -12,7 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use shorthorn_controller_core::objects::{Key, Object, ResourceVersion};
 
 use super::lock;
-use crate::store::StoreError;
+use crate::store::ObjectStoreError;
 
 /// The most writes in one commit. As many callers can wait as there are threads for them.
 const WRITES_MAX: usize = 512;
@@ -36,7 +36,7 @@ impl Write {
 }
 
 /// The stored object; none: it was removed.
-pub(super) type WriteResult = Result<Option<Object>, StoreError>;
+pub(super) type WriteResult = Result<Option<Object>, ObjectStoreError>;
 
 /// The place where the caller of a write finds its answer.
 type AnswerSlot = Arc<Mutex<Option<WriteResult>>>;
@@ -127,7 +127,7 @@ impl Drop for CommitGuard<'_> {
         for answer in &self.answers {
             lock(answer).get_or_insert_with(|| {
                 let message = "the commit of this write was cut off".to_owned();
-                Err(StoreError::Write { path: self.group.path.clone(), message })
+                Err(ObjectStoreError::Write { path: self.group.path.clone(), message })
             });
         }
         lock(&self.group.queue).is_committing = false;
@@ -202,7 +202,7 @@ mod tests {
         let refuse = |write: Write| match write.key() {
             key if key.name == "a" => {
                 let (expected, found) = (ResourceVersion::new(1), ResourceVersion::new(2));
-                Err(StoreError::Conflict { key, expected, found })
+                Err(ObjectStoreError::Conflict { key, expected, found })
             }
             _ => Ok(None),
         };
@@ -216,7 +216,9 @@ mod tests {
     fn a_commit_without_answers_is_an_error_for_all_its_callers() {
         let (answers, _) = at_once(["a", "b"].map(remove).into(), |_| Vec::new());
         for answer in answers {
-            assert!(matches!(&answer, Err(StoreError::Write { message, .. }) if message.contains("cut off")));
+            assert!(
+                matches!(&answer, Err(ObjectStoreError::Write { message, .. }) if message.contains("cut off"))
+            );
         }
     }
 

@@ -77,7 +77,10 @@ fn of_two_writes_from_one_version_the_first_counts() {
     assert!(is_stored().is_ok() && is_stored().is_ok());
     let conflict = is_stored();
     assert!(
-        matches!(conflict, Err(StoreError::Conflict { expected: None, found, .. }) if found == version(1)),
+        matches!(
+            conflict,
+            Err(ObjectStoreError::Conflict { expected: None, found, .. }) if found == version(1)
+        ),
         "{conflict:?}"
     );
     assert!(is_stored().is_ok());
@@ -131,7 +134,7 @@ fn a_commit_that_fails_counts_for_none_of_its_writes() {
     let writes =
         vec![Write::Put(node("b")), Write::Put(node("c")), Write::Remove(node("a").key(), version(1))];
     for answer in at_once(&store, writes) {
-        assert!(matches!(&answer, Err(StoreError::Write { .. })), "{answer:?}");
+        assert!(matches!(&answer, Err(ObjectStoreError::Write { .. })), "{answer:?}");
     }
     assert_eq!(store.state().nodes.keys().collect::<Vec<_>>(), ["a"]);
 }
@@ -226,7 +229,7 @@ async fn a_disk_that_hangs_holds_up_no_caller_and_is_shown() {
         .into();
     for writing in writing {
         let answer = writing.await.unwrap();
-        assert!(matches!(&answer, Err(StoreError::Unavailable { .. })), "{answer:?}");
+        assert!(matches!(&answer, Err(ObjectStoreError::Unavailable { .. })), "{answer:?}");
     }
     let unready = readiness.check().unwrap_err();
     assert!(unready.contains("has not ended within") && unready.contains("its disk"), "{unready}");

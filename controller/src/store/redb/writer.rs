@@ -9,7 +9,7 @@ use shorthorn_controller_core::objects::{Key, Object, ResourceVersion};
 use super::file::{StoreFile, name};
 use super::group_commit::{Write, WriteResult};
 use crate::store::cache::Cache;
-use crate::store::{StoreError, unknown_fields};
+use crate::store::{ObjectStoreError, unknown_fields};
 
 /// The file, and the versions in it.
 #[derive(Debug)]
@@ -71,7 +71,7 @@ impl Writer {
         if committed.is_ok() {
             (self.revision, self.commits) = (revision, self.commits + 1);
         }
-        let answer = |change: Result<DecidedWrite, StoreError>| {
+        let answer = |change: Result<DecidedWrite, ObjectStoreError>| {
             let change = change?;
             committed.as_ref().map_err(|error| self.file.write_error(error))?;
             Ok(self.show(cache, change))
@@ -79,7 +79,7 @@ impl Writer {
         decided.into_iter().map(answer).collect()
     }
 
-    fn decide(&self, cache: &Cache, write: Write, revision: u64) -> Result<DecidedWrite, StoreError> {
+    fn decide(&self, cache: &Cache, write: Write, revision: u64) -> Result<DecidedWrite, ObjectStoreError> {
         let key = write.key();
         let name = name(&key);
         match write {
@@ -92,7 +92,7 @@ impl Writer {
                 cache.check(&key, before)?;
                 if self.unreadable.contains(&name) {
                     let message = "the store has an object of this name that cannot be read".to_owned();
-                    return Err(StoreError::Refused { key, message });
+                    return Err(ObjectStoreError::Refused { key, message });
                 }
                 object.metadata_mut().resource_version = ResourceVersion::new(revision);
                 let text = self.text(&name, before, &object);
@@ -185,9 +185,10 @@ mod tests {
         assert_eq!(versions.collect::<Vec<_>>(), [2, 3].map(ResourceVersion::new));
         assert!(matches!(
             answers[1],
-            Err(StoreError::Conflict { expected, found: None, .. }) if expected == ResourceVersion::new(1)
+            Err(ObjectStoreError::Conflict { expected, found: None, .. })
+                if expected == ResourceVersion::new(1)
         ));
-        assert!(matches!(answers[2], Err(StoreError::Refused { .. })));
+        assert!(matches!(answers[2], Err(ObjectStoreError::Refused { .. })));
         assert_eq!(writer.counted(), (3, 1));
         assert_eq!(cache.state().nodes.keys().collect::<Vec<_>>(), ["a", "b"]);
         assert_eq!(writer.file().stored("node/bad").unwrap().as_deref(), Some("{"));
@@ -198,7 +199,7 @@ mod tests {
         let (mut writer, cache) = writer(&[]);
         let answers =
             writer.commit(&cache, vec![Write::Remove(Key::new(Kind::Node, "gone"), ResourceVersion::new(1))]);
-        assert!(matches!(answers[..], [Err(StoreError::Conflict { .. })]), "{answers:?}");
+        assert!(matches!(answers[..], [Err(ObjectStoreError::Conflict { .. })]), "{answers:?}");
         assert_eq!(writer.counted(), (0, 0));
     }
 
