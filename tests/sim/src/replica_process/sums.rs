@@ -80,6 +80,9 @@ impl Simulation {
     }
 
     /// Records that no member can give `range`, as far as an engine knows: it is copied unchanged.
+    ///
+    /// An engine knows a member by the run of its process that has answered. Another program may open the
+    /// directory after that run, and what the member knew of rot is lost before the engine learns of its end.
     pub fn rot_is_copied(&mut self, engine: u64, peer: usize, range: ByteRange) {
         let Some(process) = self.engines.get(&engine) else { return };
         let Some(core) = &process.core else { return };
@@ -88,7 +91,10 @@ impl Simulation {
             .filter_map(|other| {
                 let is_member =
                     membership.state(crate::engine::index(other)) == shorthorn_core::PeerState::Member;
-                Some((is_member && other != peer, self.replica_index(process.peers[other].replica)?))
+                let at = self.replica_index(process.peers[other].replica)?;
+                let replica = &self.replicas[at];
+                let is_same_run = replica.up && process.peers[other].run == Some(replica.boot);
+                Some((is_member && other != peer && is_same_run, at))
             })
             .collect();
         let is_sound =
