@@ -31,6 +31,10 @@ pub const OTHER_RUN: &str = "the replica restarted during the attempt";
 /// The reason why a copy has to be made again.
 pub const SOURCE_HAS_LEFT: &str = "the member that it was copied from has left";
 
+/// The core cannot rebuild the replica yet, for example because requests to the former connections have not
+/// ended.
+const NOT_TAKEN: &str = "the engine cannot rebuild the replica yet";
+
 /// The task that rebuilds one replica. Each replica has only one.
 pub trait ReplicaRebuild {
     /// The engine that it belongs to.
@@ -415,14 +419,19 @@ impl<C: ReplicaRebuild> RebuildAttempt<'_, C> {
                 core.start_full_copy(self.me);
             }
             core.apply(Event::Rebuild { peer: self.me, missing }, outputs);
+            if core.membership().state(self.me) != PeerState::Rebuilding {
+                // It has dropped the replica, and does not know `missing`: no later attempt may build on it.
+                return Some(None);
+            }
             // The number includes the regions counted while it was absent. It is reported here, before the
             // end of even the shortest copy.
             let left = core.copy_progress().rebuilds.into_iter().find(|(peer, _)| *peer == self.me);
             self.rebuild_task.report_rebuilding(left.map_or(0, |(_, bytes)| bytes), is_copy);
-            Some(self.counting(core))
+            Some(Some(self.counting(core)))
         });
         let count_now = match counting {
-            Ok(Some(count_now)) => count_now,
+            Ok(Some(Some(count_now))) => count_now,
+            Ok(Some(None)) => return Err(RebuildError::NotYet(NOT_TAKEN)),
             Ok(None) => {
                 self.drop_queues("the replica has not followed an expansion yet");
                 return Err(RebuildError::NotYet("the volume is being expanded"));

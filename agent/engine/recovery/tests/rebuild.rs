@@ -2,7 +2,7 @@
 //! member that it is copied from leaves.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 
@@ -83,6 +83,8 @@ enum Moment {
     Handshake,
     Layers,
     Connecting,
+    /// The queues are connected, and the core has no count of the regions that the replica misses.
+    Uncounted,
     /// The copied member lists its extents.
     Allocated,
     Never,
@@ -104,6 +106,8 @@ struct Engine {
     lying: Vec<ReplicaId>,
     /// Replicas that were asked for their layers, in order.
     listed: RefCell<Vec<ReplicaId>>,
+    /// The number of copies that were ended.
+    ended_copies: Cell<u32>,
 }
 
 impl Engine {
@@ -149,6 +153,7 @@ impl Engine {
             read: RefCell::default(),
             lying: Vec::new(),
             listed: RefCell::default(),
+            ended_copies: Cell::new(0),
         }
     }
 
@@ -161,6 +166,8 @@ impl Engine {
         if moment == Moment::Allocated {
             let lost = Event::Lost { peer: 0, reason: "the test wants it".to_owned() };
             self.core.borrow_mut().apply(lost, &mut self.outputs.borrow_mut());
+        } else if moment == Moment::Uncounted {
+            self.core.borrow_mut().apply(Event::Forget { peer: AWAY }, &mut self.outputs.borrow_mut());
         } else {
             let new = KnownPeer { replica: id(3), is_local: false, is_complete: false, last_view: None };
             self.peers.borrow_mut()[usize::from(AWAY)] = new;
@@ -299,6 +306,7 @@ impl ReplicaLink for Control<'_> {
     }
 
     async fn copy_end(&mut self) -> Result<(), Gone> {
+        self.engine.ended_copies.set(self.engine.ended_copies.get() + 1);
         self.reach()
     }
 }
@@ -332,6 +340,7 @@ impl ReplicaRebuild for &Engine {
     async fn connect_queues(&self, replica: ReplicaId, _: u64) -> Result<u64, RebuildError<Gone>> {
         assert_eq!(replica, id(2));
         self.reaches(Moment::Connecting);
+        self.reaches(Moment::Uncounted);
         Ok(SIZE_BYTES)
     }
 
@@ -364,6 +373,22 @@ fn a_copy_of_a_member_that_has_left_does_not_join() {
     let trouble = rebuild(&engine).unwrap_err();
     assert!(matches!(trouble, RebuildError::NotYet(why) if why.contains("has left")), "{trouble:?}");
     assert_eq!(state_of_the_absent(&engine), PeerState::Failed);
+}
+
+/// The regions that the attempt has found are in no set of the core then. The next attempt has to find them
+/// again.
+#[test]
+fn a_copy_that_the_core_does_not_take_is_not_ended() {
+    for is_complete in [true, false] {
+        let engine = Engine::new(Moment::Uncounted, is_complete);
+        let trouble = rebuild(&engine).unwrap_err();
+        assert!(matches!(trouble, RebuildError::NotYet(why) if why.contains("cannot rebuild")), "{trouble:?}");
+        assert_eq!(state_of_the_absent(&engine), PeerState::Failed);
+        assert_eq!(engine.peers.borrow()[usize::from(AWAY)].is_complete, is_complete);
+        assert_eq!(engine.ended_copies.get(), 0);
+        let is_drop = |output: &Output| matches!(output, Output::Drop { peer: AWAY, .. });
+        assert!(engine.outputs.borrow().iter().any(is_drop), "the queues give its connections up");
+    }
 }
 
 #[test]
