@@ -156,6 +156,7 @@ impl Start<'_> {
     ///   For a grant is within the one before, unless something newer than that was committed between the
     ///   two. That view then has all members of the later grant in it. One of these was reached and reports
     ///   it: the view is not the newest committed one.
+    /// - if the arbiter has overruled it, and a later view excludes it: see [`Start::is_excluded`].
     ///
     /// Every grant that was ever recorded overrules in this way: an old record of them does no harm.
     fn may_be_committed(&self, view: &View, older: &[View]) -> bool {
@@ -171,10 +172,36 @@ impl Start<'_> {
         let is_overruled = self
             .granted
             .is_some_and(|granted| view.id < granted.id && !granted.members.is_subset_of(&view.members));
+        if is_overruled && self.is_excluded(view) {
+            return false;
+        }
         let enough = if is_overruled { Quorum::More } else { Quorum::Half };
         let mut stored =
             older.iter().map(|older| quorum(&older.members, &older.members.filter(may_have_stored)));
         view.members.iter().all(may_have_stored) && stored.any(|stored| stored >= enough)
+    }
+
+    /// Returns true if a reached member of the grant has stored a newer view of its members, which excludes
+    /// `view`.
+    ///
+    /// The engine of that newer view honoured every view of which the newer one is a part, and no other. It
+    /// had fenced more than half of each, or half with a grant, before the replica stored the newer view. If
+    /// `view` had been committed, that engine would have met a replica that had stored it, or another view on
+    /// the way to it. It would have honoured `view` then. Later, too few replicas are not fenced, and the
+    /// arbiter grants no older view. If that engine knew a newer committed view, the replica reports that.
+    ///
+    /// This also holds if a replica that shows this is away now, or its disk was restored to an older state.
+    /// Without a reached replica that has the newer view, `view` has to stay: it may be all that connects the
+    /// committed view with the grant.
+    fn is_excluded(&self, view: &View) -> bool {
+        self.granted.is_some_and(|granted| {
+            let excludes = |stored: &View| stored.members == granted.members && stored.id > view.id;
+            self.reports.iter().any(|(replica, report)| {
+                granted.members.contains(*replica)
+                    && !(self.is_doubted)(*replica)
+                    && report.proposed.iter().any(excludes)
+            })
+        })
     }
 }
 
@@ -263,12 +290,34 @@ mod tests {
         assert_eq!((found.members, found.honoured.proposed), (granted.members, vec![granted]));
         let unseen = basis(&reports[..1], Some(granted)).unwrap_err();
         assert!(matches!(unseen, CannotStart::NoQuorum { .. }), "2 may have stored it: {unseen}");
-        let both = [report(1, old, &[mine]), report(2, old, &[mine, granted])];
-        assert_eq!(
-            basis(&both, Some(granted)),
-            Err(CannotStart::NoMember(Members::NONE)),
-            "it needed no grant"
-        );
+    }
+
+    /// The engine of the grant has seen that 3 had not stored the view. Now 3 is away, or its disk was
+    /// restored to an older state.
+    #[test]
+    fn an_overruled_view_is_dead_if_a_member_of_the_grant_has_stored_that() {
+        let (old, mine, granted) = (view(1, &[1, 2, 3]), view(2, &[2, 3]), view(3, &[1]));
+        let reports = [report(1, old, &[granted]), report(2, old, &[mine])];
+        let torn = Err(CannotStart::NoMember(Members::NONE));
+        assert_eq!(basis(&reports, None), torn);
+        let found = basis(&reports, Some(granted)).unwrap();
+        assert_eq!((found.members, found.honoured.proposed), (granted.members, vec![granted]));
+        assert!(!found.needs_grant);
+        // It was asked for again after an attempt that has failed.
+        let again = view(4, &[1]);
+        let found = basis(&reports, Some(again)).unwrap();
+        assert_eq!((found.members, found.honoured.proposed), (granted.members, vec![granted]));
+        assert!(without(&reports, Some(granted), &[1]).is_err(), "an offender excludes nothing");
+    }
+
+    /// 2 and then 4 have continued alone. The view that led to that is known only from a replica that had to
+    /// leave, and does not know that it was committed.
+    #[test]
+    fn an_overruled_view_that_leads_to_the_grant_is_honoured() {
+        let (old, first, granted) = (view(1, &[1, 2, 3]), view(2, &[1, 2]), view(5, &[4]));
+        let reports = [report(1, old, &[first]), report(3, old, &[])];
+        let unseen = basis(&reports, Some(granted)).unwrap_err();
+        assert!(matches!(unseen, CannotStart::NoQuorum { view, .. } if view == granted), "{unseen}");
     }
 
     #[test]

@@ -3,7 +3,7 @@ use std::fmt;
 use shorthorn_types::{Members, ReplicaId};
 
 /// The most replicas of the model.
-pub(crate) const REPLICAS_MAX: usize = 3;
+pub(crate) const REPLICAS_MAX: usize = 4;
 
 /// A small set of numbers below eight: of replicas, or of writes.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -4,12 +4,14 @@ use shorthorn_types::{Generation, ReplicaReport, View};
 
 use shorthorn_views::Arbiter;
 
-use crate::bits::{Bits, bits};
+use crate::bits::{Bits, REPLICAS_MAX, bits};
 use crate::network::Message;
 use crate::state::{Engine, State};
 
-/// All orders of up to three replicas. With fewer replicas, the first ones leave the others in place.
-const ORDERS: [[u8; 3]; 6] = [[0, 1, 2], [1, 0, 2], [0, 2, 1], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
+/// All orders of up to three replicas. With fewer replicas, the first ones leave the others in place. A fourth
+/// replica stays in place.
+const ORDERS: [[u8; REPLICAS_MAX]; 6] =
+    [[0, 1, 2, 3], [1, 0, 2, 3], [0, 2, 1, 3], [1, 2, 0, 3], [2, 0, 1, 3], [2, 1, 0, 3]];
 
 /// Returns a number that is the same for states that differ only in the order of their replicas. Different
 /// states have the same one so rarely (once in 2^64 pairs) that the search takes them for one.
@@ -20,7 +22,7 @@ pub(crate) fn fingerprint(state: &State) -> u64 {
         _ => &ORDERS[..],
     };
     let mut bytes = Vec::with_capacity(512);
-    let hash = |order: &[u8; 3]| {
+    let hash = |order: &[u8; REPLICAS_MAX]| {
         bytes.clear();
         let mut writer = Writer { bytes: std::mem::take(&mut bytes), order: *order };
         writer.state(state);
@@ -35,7 +37,7 @@ pub(crate) fn fingerprint(state: &State) -> u64 {
 /// Writes a state down with its replicas in another order: replica `r` becomes `order[r]`.
 struct Writer {
     bytes: Vec<u8>,
-    order: [u8; 3],
+    order: [u8; REPLICAS_MAX],
 }
 
 impl Writer {

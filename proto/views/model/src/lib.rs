@@ -4,7 +4,7 @@
 //! [`shorthorn_views`]. This crate adds the surroundings, small enough to be searched: a network, crashes,
 //! and the data, a set of writes per replica.
 //!
-//! - [`State`]: one controller (arbiter), up to three replicas, engines. [`ModelStep`]: the next possible
+//! - [`State`]: one controller (arbiter), up to four replicas, engines. [`ModelStep`]: the next possible
 //!   steps.
 //! - [`Message`]s are a set from which none is removed. A message that is never delivered was lost, and a
 //!   message can be delivered again at any time, and in any order. A crash of a replica or of the arbiter is

@@ -12,8 +12,8 @@ use shorthorn_views_model::{Limits, Model, ModelStep, Mutation, Violation, searc
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Options {
-    /// The number of replicas, at most three
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=3))]
+    /// The number of replicas, at most four
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=4))]
     replicas: u8,
     /// The number of engine processes
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=8))]

@@ -46,6 +46,9 @@ pub enum Mutation {
     DropGrant,
     /// A proposed view is dead as soon as the arbiter has granted a later one.
     DropOlder,
+    /// A proposed view is dead as soon as the arbiter has granted a later one with other members, whatever
+    /// the members of the grant have stored. Found only with four replicas.
+    DropOverruled,
     /// A proposed view counts as dead if it needs the storage of unreached replicas.
     DropUnseen,
     /// The arbiter continues with a record that was restored from a backup. Found only if a step restores

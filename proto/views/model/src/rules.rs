@@ -79,15 +79,18 @@ impl Rules {
                 reports.extend((0..8).map(|replica| (id(replica), report.clone())));
             }
             Some(Mutation::KeepDead) => keep(&mut reports, known, |_| true),
-            Some(Mutation::KeepOverruled) => keep(&mut reports, known, |view| is_overruled(view, known)),
             Some(Mutation::KeepMinority) => keep(&mut reports, known, |view| !is_overruled(view, known)),
             Some(Mutation::DropOlder) => {
                 forget(&mut reports, |view| Some(view.id) < known.map(|known| known.id))
             }
+            Some(Mutation::DropOverruled) => forget(&mut reports, |view| is_overruled(view, known)),
             Some(Mutation::DropUnseen) => forget(&mut reports, |view| !view.members.is_subset_of(&reached)),
             _ => {}
         }
         let mut found = basis(&reports, known).ok()?;
+        if self.is(Mutation::KeepOverruled) || self.is(Mutation::KeepDead) {
+            found = honour_overruled(found, &reports, known, &reached)?;
+        }
         found.members = found.members.intersection(&reached);
         if self.is(Mutation::DropGrant) {
             let stored = |view: &View| reports.iter().any(|(_, report)| report.proposed.contains(view));
@@ -227,6 +230,29 @@ fn keep(reports: &mut [Reported], known: Option<View>, keep: impl Fn(&View) -> b
     for (_, report) in reports {
         report.proposed.extend(&kept);
     }
+}
+
+/// Returns the basis with the overruled views in it, or none if too few replicas of one are reached.
+fn honour_overruled(
+    mut found: Basis,
+    reports: &[Reported],
+    known: Option<View>,
+    reached: &Members,
+) -> Option<Basis> {
+    let committed = found.honoured.committed.id;
+    let proposed = reports.iter().flat_map(|(_, report)| report.proposed.iter());
+    for view in proposed.filter(|view| view.id > committed && is_overruled(view, known)) {
+        match quorum(&view.members, reached) {
+            Quorum::Less => return None,
+            Quorum::Half => found.needs_grant = true,
+            Quorum::More => {}
+        }
+        found.members = found.members.intersection(&view.members);
+        found.honoured.proposed.push(*view);
+    }
+    found.honoured.proposed.sort_unstable_by_key(|view| view.id);
+    found.honoured.proposed.dedup();
+    Some(found)
 }
 
 fn is_overruled(view: &View, known: Option<View>) -> bool {

@@ -6,6 +6,9 @@ use shorthorn_views::{Arbiter, ReplicaViews, ViewChange};
 use crate::bits::{Bits, REPLICAS_MAX, bits, members};
 use crate::network::Message;
 
+/// The most members of the view that a volume begins with. Further replicas are there to replace one.
+const FIRST_MEMBERS: u8 = 3;
+
 /// The complete state at one moment. It shares unchanged parts with its neighbours in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct State {
@@ -132,7 +135,7 @@ impl State {
     /// Creates a volume that was just made.
     #[must_use]
     pub fn new(replicas: u8) -> State {
-        let members = members(Bits::below(replicas));
+        let members = members(Bits::below(replicas.min(FIRST_MEMBERS)));
         let first = View { id: ViewId { generation: Generation::NEVER, number: 0 }, members };
         let replica = Rc::new(Replica { views: ReplicaViews::new(first), data: Bits::NONE });
         State {
