@@ -359,7 +359,10 @@ impl Simulation {
     fn give_up_waiting(&mut self, at: usize, errno: Errno) {
         while let Some(waiter) = self.replicas[at].waiting.give_up() {
             let (conn, number) = match waiter {
-                Waiter::Modification(op) => (op.conn, op.number),
+                Waiter::Modification(op) => {
+                    self.replicas[at].sums_are_refused(&op, errno);
+                    (op.conn, op.number)
+                }
                 Waiter::Mark(mark) => mark,
             };
             self.answer(conn, number, ReplicaAnswer::Error(errno));

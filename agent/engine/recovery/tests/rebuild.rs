@@ -382,7 +382,10 @@ fn a_copy_that_the_core_does_not_take_is_not_ended() {
     for is_complete in [true, false] {
         let engine = Engine::new(Moment::Uncounted, is_complete);
         let trouble = rebuild(&engine).unwrap_err();
-        assert!(matches!(trouble, RebuildError::NotYet(why) if why.contains("cannot rebuild")), "{trouble:?}");
+        assert!(
+            matches!(trouble, RebuildError::NotYet(why) if why.contains("cannot rebuild")),
+            "{trouble:?}"
+        );
         assert_eq!(state_of_the_absent(&engine), PeerState::Failed);
         assert_eq!(engine.peers.borrow()[usize::from(AWAY)].is_complete, is_complete);
         assert_eq!(engine.ended_copies.get(), 0);

@@ -363,6 +363,22 @@ impl<R: Copy + PartialEq> KnownRot<R> {
         }
     }
 
+    /// A request that gives the block the data `after` was refused for lack of space, before it changed
+    /// anything. If an engine knows of the rot, that is the data of another member, as after a request that
+    /// [has failed](KnownRot::ended). The page of sums still has the sum of the former data. The repair with
+    /// this data must therefore end the sums of the region.
+    pub fn refused(&mut self, block: u64, after: After) {
+        let decides = |known: &&mut Known<R>| known.is_reported && known.change.is_none();
+        let (Some(known), After::Sum(after)) = (self.blocks.get_mut(&block).filter(decides), after) else {
+            return;
+        };
+        let is_in_page = known.former == Some(after) && known.failed.is_empty();
+        known.has_failed(after, true);
+        if !is_in_page && known.failed.is_empty() {
+            known.failed.push(after);
+        }
+    }
+
     /// The request is about to fail on the only member, so no other one decides about its data.
     pub fn failed_alone(&mut self, request: R) {
         for known in self.blocks.values_mut().take_while(|_| self.under_way > 0) {

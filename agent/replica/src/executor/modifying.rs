@@ -9,6 +9,7 @@ use shorthorn_types::{ByteRange, Errno};
 use super::Executor;
 use super::block_sums::{Modification, touches_summed};
 use super::operation::OperationResult;
+use super::requests::is_modification;
 
 impl Executor {
     /// Prepares the modification of `range` by the request in the slot. Reads of `range` are not compared any
@@ -23,8 +24,12 @@ impl Executor {
 
     /// The request in the slot has ended.
     pub(super) fn sums_followed(&mut self, slot: u16, outcome: OperationResult) {
-        if outcome.is_err() && self.state.is_only_member() {
-            self.block_sums.failed_alone(slot);
+        match outcome {
+            Err(_) if self.state.is_only_member() => self.block_sums.failed_alone(slot),
+            Err(Errno::NO_SPACE) if is_modification(self.io.header(slot).opcode) => {
+                self.block_sums.refused(Modification::new(slot, &self.io));
+            }
+            _ => {}
         }
         self.block_sums.ended(slot, outcome.is_ok());
     }
@@ -78,6 +83,7 @@ mod tests {
     use shorthorn_replica_core::After;
     use shorthorn_types::{Generation, Members, ReplicaId, View, ViewId};
     use shorthorn_views::ReplicaViews;
+    use shorthorn_wire::{Header, Opcode};
 
     use super::*;
     use crate::executor::Loaded;
@@ -103,12 +109,21 @@ mod tests {
             let loaded = Loaded::load(&mut store, &owner, views, None).unwrap();
             let mut executor = Executor::new(store, owner, loaded).unwrap();
             let known = executor.block_sums.known();
-            assert!(known.keep_some([(3, 70)]));
-            known.reported(3);
+            assert!(known.keep_some([(3, 70), (4, 70), (5, 70)]));
+            (3..6).for_each(|block| known.reported(block));
             known.modified(0, 3, After::Sum(80));
             executor.sums_followed(0, Err(Errno::NO_SPACE));
             let known = executor.block_sums.known();
             assert_eq!([70, 80].map(|sum| known.is_rotten(3, sum)), [Some(!is_former_sound), Some(false)]);
+
+            // These blocks get no page for their regions: the request does not begin.
+            executor.assign(1, Header::request(Opcode::WriteZeroes, 1, 4 * 4096, 4096 + 512));
+            executor.finish(1, Err(Errno::NO_SPACE));
+            let zeroes = executor.block_sums.zero_sum();
+            let known = executor.block_sums.known();
+            let sums = [70, zeroes].map(|sum| known.is_rotten(4, sum));
+            assert_eq!(sums, [Some(!is_former_sound), Some(is_former_sound)]);
+            assert_eq!(known.is_rotten(5, 70), Some(false), "the request has a part of it");
         }
     }
 

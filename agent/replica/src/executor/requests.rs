@@ -192,7 +192,7 @@ pub(super) fn is_planned(opcode: Opcode) -> bool {
     matches!(opcode, Opcode::Read | Opcode::Verify | Opcode::Write)
 }
 
-fn is_modification(opcode: Opcode) -> bool {
+pub(super) fn is_modification(opcode: Opcode) -> bool {
     matches!(opcode, Opcode::Write | Opcode::Discard | Opcode::WriteZeroes)
 }
 

@@ -251,6 +251,19 @@ impl Replica {
         self.forgotten_rot = self.forgotten_rot.or_else(|| known.find(is_forgotten));
     }
 
+    /// The request was refused before it changed anything.
+    pub fn sums_are_refused(&mut self, op: &Op, errno: Errno) {
+        let decides = errno == Errno::NO_SPACE && !self.is_only_member();
+        let Some(range) = modified(&op.ask).filter(|_| decides) else { return };
+        for block in whole_blocks(range) {
+            if !self.files.rot.contains_key(&block) && self.known_rot.is_reported(block) {
+                self.doubted.insert(block);
+            }
+            self.known_rot.refused(block, after(&op.ask, range, block));
+            self.files.owe(block, content_of(&op.ask, range, block));
+        }
+    }
+
     /// Returns true if no view that may count has another member.
     fn is_only_member(&self) -> bool {
         self.state.views().report().views().all(|view| view.members.without(self.id).is_empty())

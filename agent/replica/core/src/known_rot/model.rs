@@ -54,6 +54,11 @@ enum Step {
         count: u64,
         is_rot: bool,
     },
+    /// A request with new data for a block, or with that of another member, finds no space and begins nothing.
+    Refuse {
+        block: u64,
+        is_new: bool,
+    },
     /// The request is begun once more, after it has waited.
     Again {
         request: u8,
@@ -260,6 +265,7 @@ impl Model {
                 self.end(REQUESTS, true);
             }
             Step::Copy { request, block, count, is_rot } => self.copy(request, block, count, is_rot),
+            Step::Refuse { block, is_new } => self.refuse(block, is_new),
             Step::Again { request } => self.again(request),
             Step::Merge { request } => self.merge(request),
             Step::Land { request, blocks } => self.land(request, blocks),
@@ -320,8 +326,26 @@ impl Model {
         self.begin(request, ByteRange::new(block * BLOCK_BYTES, count * BLOCK_BYTES).unwrap(), parts);
     }
 
+    fn refuse(&mut self, block: u64, is_new: bool) {
+        self.writes += u32::from(is_new);
+        let data = if is_new { [self.writes; 8] } else { self.blocks[place(block)].correct };
+        let sum = self.sum_of(data);
+        let is_decision = self.known.is_reported(block) && self.is_idle(block);
+        self.known.refused(block, After::Sum(sum));
+        let found = &mut self.blocks[place(block)];
+        if is_decision {
+            (found.correct, found.is_owed) = (data, true);
+            (found.written, found.failures) = (0, 0);
+        }
+    }
+
     fn begin(&mut self, request: u8, range: ByteRange, parts: Vec<(u64, u8, Data)>) {
-        for (at, block) in (0..).zip(&mut self.blocks) {
+        let is_repair = parts.iter().all(|(block, sectors, data)| {
+            let sum = self.sum_of(*data);
+            let is_whole = *sectors == u8::MAX && self.blocks[place(*block)].page.is_some();
+            is_whole && self.known.is_repaired_by(*block, request, sum)
+        });
+        for (at, block) in (0..).zip(&mut self.blocks).filter(|_| !is_repair) {
             block.is_followed &= block.page.is_none() || self.known.has(at);
             block.page = None;
         }
@@ -417,6 +441,8 @@ impl Model {
         self.known.ended(request, well);
         for (part, (was_known, is_reported)) in parts.into_iter().zip(were) {
             let (is_idle, is_known) = (self.is_idle(part.block), self.known.has(part.block));
+            let (found, page) = (self.found(part.block), self.blocks[place(part.block)].page);
+            assert!(!well || page.is_none_or(|sum| sum == found), "the sum of block {} is stale", part.block);
             let block = &mut self.blocks[place(part.block)];
             block.ended(part, well, is_reported);
             if block.is_tangled {
@@ -437,7 +463,7 @@ impl Model {
         for block in &mut self.blocks {
             block.is_followed &= block.lost.is_some() || block.page.is_some();
             (block.written, block.failures, block.is_tangled) = (0, 0, false);
-            block.is_owed &= block.page.is_some();
+            block.is_owed &= block.page.is_some() && block.page == self.sums.get(&block.correct).copied();
         }
     }
 
@@ -479,6 +505,7 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (0..REQUESTS, 0..BLOCKS * SECTORS, 1..=2 * SECTORS).prop_map(write),
         8 => (0..2 * BLOCKS).prop_map(|half| Step::WriteHalf { half }),
         2 => copy.prop_map(|(request, block, count, is_rot)| Step::Copy { request, block, count, is_rot }),
+        2 => (0..BLOCKS, any::<bool>()).prop_map(|(block, is_new)| Step::Refuse { block, is_new }),
         1 => (0..REQUESTS).prop_map(|request| Step::Again { request }),
         2 => (0..REQUESTS).prop_map(|request| Step::Merge { request }),
         3 => (0..REQUESTS, any::<u8>()).prop_map(|(request, blocks)| Step::Land { request, blocks }),

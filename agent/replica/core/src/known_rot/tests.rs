@@ -223,6 +223,39 @@ fn only_data_of_other_members_is_sound_after_rot_was_reported() {
 
 /// The client gets the error, and the block may hold the former data or that of the request.
 #[test]
+fn a_request_that_is_refused_decides_like_one_that_has_failed() {
+    let mut known = known();
+    known.refused(4, After::Sum(80));
+    assert_eq!(rotten(&known, 4, [70, 80, 90]), [Some(false), Some(true), Some(true)], "no engine knows");
+    known.reported(4);
+    known.refused(4, After::Unmerged);
+    assert!(known.is_reported(4), "a part of the block decides nothing");
+    known.refused(4, After::Sum(80));
+    assert_eq!(rotten(&known, 4, [70, 80, 90]), [Some(true), Some(false), Some(true)]);
+    assert!(!known.is_reported(4));
+    for _ in 0..2 {
+        known.reported(4);
+        assert!(!known.is_repaired_by(4, 1, 80), "the page of sums has the former sum");
+        known.refused(4, After::Sum(80));
+    }
+    known.modified(1, 4, After::Sum(80));
+    known.ended(1, true);
+    known.reported(4);
+    assert!(known.is_repaired_by(4, 1, 80), "that repair has ended the sums of the region");
+
+    known.reported(5);
+    known.refused(5, After::Sum(70));
+    known.reported(5);
+    assert!(known.is_repaired_by(5, 1, 70), "the page of sums has this sum");
+
+    known.reported(6);
+    known.modified(1, 6, After::Sum(81));
+    known.refused(6, After::Sum(80));
+    known.ended(1, false);
+    assert_eq!(rotten(&known, 6, [70, 80, 81]), [Some(true), Some(true), Some(false)], "the other decides");
+}
+
+#[test]
 fn the_former_data_stays_sound_if_a_request_fails_on_the_only_member() {
     let mut known = known();
     known.reported(4);

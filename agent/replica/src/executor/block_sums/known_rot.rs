@@ -75,6 +75,18 @@ impl BlockSums {
         }
     }
 
+    /// The request ends for lack of space. It has changed no block that it does not [follow](Self::follow).
+    pub fn refused(&mut self, request: Modification<'_>) {
+        let Ok(range) = request.header().range() else { return };
+        let knows_any = !self.known.is_empty();
+        for block in block_ranges(range.shrunk_to_blocks()).filter(|_| knows_any) {
+            if self.known.is_reported(number_of(block)) {
+                let after = self.after(request, range, block);
+                self.known.refused(number_of(block), after);
+            }
+        }
+    }
+
     /// The data that `block` gets from the request. A repair writes blocks of zeroes as such.
     fn after(&self, request: Modification<'_>, range: ByteRange, block: ByteRange) -> After {
         let is_whole = block.offset() >= range.offset() && block.end() <= range.end();
