@@ -96,6 +96,7 @@ impl From<StoreError> for NodeError {
         match error {
             StoreError::OtherSecret(_)
             | StoreError::FingerprintDamaged { .. }
+            | StoreError::FormerWrites(_)
             | StoreError::Locked { .. } => NodeError::Precondition(error.to_string()),
             _ => NodeError::Unavailable(error.to_string()),
         }

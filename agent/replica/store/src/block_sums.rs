@@ -30,6 +30,7 @@ use shorthorn_types::limits::BLOCK_BYTES;
 
 use crate::epoch_record::EpochRecord;
 use crate::error::StoreError;
+use crate::former_writes::open_for_writes;
 use crate::medium::Medium;
 use crate::sums_files::BLOCK_SUMS_FILE;
 
@@ -174,8 +175,8 @@ impl BlockSumsFile {
             }
         };
         let is_new = directory.stat(BLOCK_SUMS_FILE)?.is_none();
-        let flags = OFlag::O_RDWR | OFlag::O_CREAT | medium.direct_flag();
-        let file = directory.with_reserve(|| directory.open_file(BLOCK_SUMS_FILE, flags))?;
+        let flags = OFlag::O_CREAT | medium.direct_flag();
+        let file = directory.with_reserve(|| open_for_writes(directory, BLOCK_SUMS_FILE, flags))?;
         if is_new {
             directory.sync()?;
         }

@@ -58,6 +58,11 @@ pub enum StoreError {
         /// The process, if it is known.
         holder: Option<u32>,
     },
+    /// Writes of a former process have not ended.
+    #[error(
+        "{} is still being written by a process that has ended: its disk is slow, or does not answer. Check          the disk and try again", .0.display()
+    )]
+    FormerWrites(PathBuf),
     /// The store was opened for reading only.
     #[error("{} is open for reading only", .0.display())]
     ReadOnly(PathBuf),
@@ -178,7 +183,9 @@ impl StoreError {
             }
             StoreError::Range(_) => Errno::INVALID,
             StoreError::ReadOnly(_) => Errno::new(nix::libc::EROFS),
-            StoreError::Locked { .. } | StoreError::FoldRunning => Errno::new(nix::libc::EBUSY),
+            StoreError::Locked { .. } | StoreError::FormerWrites(_) | StoreError::FoldRunning => {
+                Errno::new(nix::libc::EBUSY)
+            }
             StoreError::NoLayer(_) | StoreError::NoSnapshotLayer(_) | StoreError::CopyUnfinished(_) => {
                 Errno::INVALID
             }

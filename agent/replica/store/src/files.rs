@@ -11,6 +11,7 @@ use shorthorn_types::ByteRange;
 
 use crate::directory::Directory;
 use crate::error::StoreError;
+use crate::former_writes::open_for_writes;
 
 /// The open files, each at the slot of its [`FileIndex`].
 #[derive(Debug, Default)]
@@ -132,9 +133,11 @@ pub(crate) fn open_image(
     direct_io: bool,
     writable: bool,
 ) -> Result<File, StoreError> {
-    let access = if writable { OFlag::O_RDWR } else { OFlag::O_RDONLY };
     let direct = if direct_io { OFlag::O_DIRECT } else { OFlag::empty() };
-    directory.open_file(name.as_str(), access | direct)
+    match writable {
+        true => open_for_writes(directory, name.as_str(), direct),
+        false => directory.open_file(name.as_str(), OFlag::O_RDONLY | direct),
+    }
 }
 
 /// Calls `found` for every run of data in `range`. Unwritten extents are holes to SEEK_DATA.

@@ -33,6 +33,7 @@ mod error;
 mod export;
 mod fiemap;
 mod files;
+mod former_writes;
 #[cfg(shorthorn_fuzzing)]
 pub mod fuzzing;
 mod host;

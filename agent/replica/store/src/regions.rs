@@ -17,6 +17,7 @@ use shorthorn_types::{RegionSet, Regions, ReplicaId};
 use crate::buffer::AlignedBuffer;
 use crate::directory::Directory;
 use crate::error::StoreError;
+use crate::former_writes::open_for_writes;
 use crate::medium::Medium;
 
 type Result<T> = std::result::Result<T, StoreError>;
@@ -91,7 +92,7 @@ impl<'a> RegionFiles<'a> {
     pub fn open(&self, key: SetKey) -> Result<RegionFile> {
         self.medium.check_writable()?;
         let name = name_of(key);
-        let file = self.medium.directory().open_file(&name, OFlag::O_RDWR | self.medium.direct_flag())?;
+        let file = open_for_writes(self.medium.directory(), &name, self.medium.direct_flag())?;
         let inode = self.medium.directory().stat(&name)?.map_or(0, |stat| stat.inode);
         Ok(RegionFile { file, inode })
     }

@@ -30,6 +30,7 @@ use crate::directory_scan::{collect, recover_directory};
 use crate::epoch_record::{EPOCH_RECORD_FILE, EpochRecord};
 use crate::error::StoreError;
 use crate::files::Writable;
+use crate::former_writes::wait_for_former_writes;
 use crate::host::{HostFileSystem, PROBE_FILE};
 use crate::image::Image;
 use crate::info::{LayerInfo, Provenance, SnapshotInfo, StoreInfo, snapshots};
@@ -108,6 +109,7 @@ impl Store {
     pub fn open(path: impl AsRef<Path>, options: OpenOptions) -> Result<Store> {
         let directory = Directory::open(path.as_ref())?;
         let lock = if options.read_only { Lock::shared(&directory) } else { Lock::exclusive(&directory) }?;
+        wait_for_former_writes(&directory, options.read_only)?;
         let host = HostFileSystem::probe(&directory, options.read_only)?;
         let medium = Medium::new(directory, host, options.fault.clone(), options.read_only);
         Store::open_locked(medium, lock, options)
