@@ -125,6 +125,11 @@ impl AbsentReplicas {
         self.counted.and(self.trusted)
     }
 
+    /// Returns the counted replicas.
+    pub fn counted(&self) -> PeerMask {
+        self.counted
+    }
+
     /// Returns the regions that `peer` is known to miss.
     pub fn out_of_sync(&self, peer: PeerIndex) -> Option<&RegionSet> {
         self.get(peer).map(|absent| &absent.out_of_sync)

@@ -426,6 +426,9 @@ impl EngineCore {
     /// regions that it lacks.
     pub fn distrust(&mut self, peer: PeerIndex) {
         self.absent.distrust(peer);
+        // A replica in its last steps may have got a part of that set.
+        self.restart_finish();
+        self.wake.work();
     }
 
     /// Returns the job of a copy slot.

@@ -2,7 +2,7 @@
 //!
 //! A replica that misses no more data waits for a flush of all members. It stores the newest stamp, as the
 //! members have. Then it gets the out-of-sync sets of the other absent replicas, because as a member it
-//! has to know the regions that they miss.
+//! has to know the regions that they miss. It forgets the sets that are incomplete.
 
 use shorthorn_types::{MarkAction, MarkRegions, RUNS_PER_MARK_MAX, RegionsOf, ReplicaId};
 
@@ -28,7 +28,8 @@ enum RebuildStep {
     /// The rebuilding replica stores the newest stamp, as the members have.
     Stamping,
     /// The rebuilding replica receives the out-of-sync sets of the other absent replicas. First it learns
-    /// that each set exists, so that it adds later modifications itself. Then it gets the contents.
+    /// that each set exists, so that it adds later modifications itself. Then it gets the contents from the
+    /// region `from` on. An incomplete set is forgotten instead.
     SendingSets {
         absent: PeerIndex,
         from: Option<u32>,
@@ -103,8 +104,8 @@ impl Rebuilds {
                 FinalStep::Send(peer, MarkRegions::stamp(stamp))
             }
             Some((peer, RebuildStep::SendingSets { absent: first, from })) => {
-                let others = absent.trusted().without(PeerMask::one(peer)).filter(|other| other >= first);
-                match next_set(membership, absent, others, from, size_bytes) {
+                let others = absent.counted().without(PeerMask::one(peer)).filter(|other| other >= first);
+                match next_set(membership, absent, others, (first, from), size_bytes) {
                     Some((next, change)) => {
                         self.next = Some((peer, next));
                         FinalStep::Send(peer, change)
@@ -122,13 +123,13 @@ impl Rebuilds {
     }
 }
 
-/// Returns the next mark with a set of `others`, and the position from which to continue after it. The set of
-/// the first of them was sent up to the region `from`.
+/// Returns the next mark about a set of `others`, and the position from which to continue after it. The set of
+/// `first` was sent up to the region `from`.
 fn next_set(
     membership: &Membership,
     absent: &AbsentReplicas,
     others: PeerMask,
-    mut from: Option<u32>,
+    (first, from): (PeerIndex, Option<u32>),
     size_bytes: u64,
 ) -> Option<(RebuildStep, MarkRegions)> {
     let mark = |replica: ReplicaId, runs, stamp| MarkRegions {
@@ -144,10 +145,15 @@ fn next_set(
         };
         // In a message 0 is an unknown stamp.
         let stamp = absent.stamp_of(peer).unwrap_or(0);
-        let Some(start) = from.take() else {
+        let is_complete = absent.trusted().has(peer);
+        let Some(start) = from.filter(|_| peer == first) else {
             let step = RebuildStep::SendingSets { absent: peer, from: Some(0) };
-            return Some((step, mark(replica, Vec::new(), stamp)));
+            let begin = mark(replica, Vec::new(), stamp);
+            return Some((step, if is_complete { begin } else { MarkRegions::forget(replica) }));
         };
+        if !is_complete {
+            continue;
+        }
         let runs: Vec<_> = out_of_sync.runs(start).take(RUNS_PER_MARK_MAX).collect();
         if let Some(last) = runs.last() {
             let step = RebuildStep::SendingSets { absent: peer, from: Some(last.end) };
@@ -214,13 +220,15 @@ mod tests {
     }
 
     #[test]
-    fn incomplete_sets_are_not_sent() {
-        let (membership, mut absent) = replicas([&[], &[2], &[]]);
+    fn incomplete_sets_are_not_sent_but_forgotten() {
+        let (membership, mut absent) = replicas([&[], &[2], &[1]]);
         absent.distrust(2);
         let mut rebuilds = flushed(&absent);
         let mut next = || rebuilds.next_step(&membership, &absent, 5, SIZE_BYTES);
         assert_eq!(next(), FinalStep::Send(1, MarkRegions::stamp(5)));
+        assert_eq!(next(), FinalStep::Send(1, MarkRegions::forget(ReplicaId::from_random(2))));
         assert_eq!(next(), set_of(3, &[]));
+        assert_eq!(next(), set_of(3, &[(1, 1)]));
         assert_eq!(next(), FinalStep::Propose(1));
     }
 

@@ -38,8 +38,6 @@ impl EngineCore {
         self.absent.stop_counting(peer);
         self.count(peer);
         self.distrust(peer);
-        self.restart_finish();
-        self.wake.work();
     }
 
     /// Begins to rebuild a connected replica outside the view.

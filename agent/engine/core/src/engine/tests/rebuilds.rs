@@ -1,5 +1,7 @@
 //! Tests of replicas outside the view: their out-of-sync regions, their return, and its failures.
 
+use std::collections::BTreeMap;
+
 use shorthorn_types::{MarkAction, RegionsOf};
 
 use super::*;
@@ -285,8 +287,9 @@ fn a_rebuilding_replica_keeps_no_incomplete_out_of_sync_set() {
     });
     let out = bench.apply(Event::Rebuild { peer: 2, missing: Box::new(region_set(&[])) });
     let out = bench.answer(out, &[]);
-    let marked: Vec<_> = marks(&out).into_iter().map(|(_, change)| change.of).collect();
-    assert_eq!(marked, [RegionsOf::OutOfSync(ReplicaId::from_random(4))], "not of 3, nor of the new one");
+    let marked: Vec<_> = marks(&out).into_iter().map(|(_, change)| (change.of, change.action)).collect();
+    let expected = [(3, MarkAction::Forget), (4, MarkAction::Add), (9, MarkAction::Forget)];
+    assert_eq!(marked, expected.map(|(n, action)| (RegionsOf::OutOfSync(ReplicaId::from_random(n)), action)));
     assert!(is_rebuilt(&out));
 }
 
@@ -486,4 +489,37 @@ fn a_rebuilding_replica_keeps_its_intent_in_regions_that_it_misses() {
     let cleared = marks(&out).into_iter().filter(|(_, change)| change.of == RegionsOf::Intent);
     let cleared: Vec<_> = cleared.map(|(peer, change)| (peer, change.runs)).collect();
     assert_eq!(cleared, [(0, vec![(4, 1)]), (1, vec![(4, 1)])]);
+}
+
+/// The rebuilding replica is getting the set of replica 2, which turns out to be incomplete. It must get the
+/// whole set of replica 3, and must not keep a part of the other one.
+#[test]
+fn a_set_that_is_distrusted_while_it_is_sent_does_not_cut_another_short() {
+    let mut config = config(4, 1);
+    config.out_of_sync[2] = region_set(&[5]);
+    config.out_of_sync[3] = region_set(&[2]);
+    let mut bench = Bench::with(&config);
+    let mut outputs = bench.apply(Event::Rebuild { peer: 1, missing: Box::new(region_set(&[])) });
+    let (mut at, mut kept, mut is_distrusted) = (0, BTreeMap::new(), false);
+    while at < outputs.len() {
+        if let Output::Mark { peer: 1, change, .. } = &outputs[at]
+            && let RegionsOf::OutOfSync(replica) = change.of
+        {
+            if change.action == MarkAction::Add {
+                kept.entry(replica).or_insert_with(Vec::new).extend(change.runs.clone());
+            } else {
+                kept.remove(&replica);
+            }
+            if !is_distrusted && !change.runs.is_empty() {
+                is_distrusted = true;
+                bench.core.distrust(2);
+            }
+        }
+        if let Some((_, event)) = answer_to(&outputs[at]) {
+            outputs.extend(bench.apply(event));
+        }
+        at += 1;
+    }
+    assert!(is_distrusted && outputs.contains(&Output::Rebuilt { peer: 1 }), "{outputs:?}");
+    assert_eq!(kept, BTreeMap::from([(ReplicaId::from_random(3), vec![(2, 1)])]));
 }
