@@ -80,6 +80,8 @@ struct Peer {
     state: PeerState,
     /// The number of times that the replica was lost, or replaced by another one.
     losses: u64,
+    /// The replica was given up. It may come back under another number.
+    is_forgotten: bool,
 }
 
 /// The phase of a change of the view.
@@ -171,7 +173,7 @@ impl Membership {
         let mut membership = Membership {
             peers: peers
                 .iter()
-                .map(|config| Peer { config: *config, state: state(config), losses: 0 })
+                .map(|config| Peer { config: *config, state: state(config), losses: 0, is_forgotten: false })
                 .collect(),
             view,
             phase: ChangePhase::Agreed,
@@ -226,7 +228,13 @@ impl Membership {
 
     /// Returns the replicas that are in the view, those about to leave among them.
     pub(crate) fn in_view(&self) -> PeerMask {
-        self.mask(|peer| self.view.members.contains(peer.config.replica))
+        self.mask(|peer| self.view.members.contains(peer.config.replica) && !self.is_elsewhere(peer))
+    }
+
+    /// Returns true if the replica of a number that was given up has another number now.
+    fn is_elsewhere(&self, peer: &Peer) -> bool {
+        let has_it = |other: &Peer| !other.is_forgotten && other.config.replica == peer.config.replica;
+        peer.is_forgotten && self.peers.iter().any(has_it)
     }
 
     /// Returns the replicas that are in the view and answer.
@@ -298,10 +306,17 @@ impl Membership {
         let at = usize::from(peer);
         assert!(at <= self.peers.len() && at < MAX_MEMBERS, "replica {peer} of {}", self.peers.len());
         if at == self.peers.len() {
-            self.peers.push(Peer { config, state: PeerState::Failed, losses: 0 });
+            self.peers.push(Peer { config, state: PeerState::Failed, losses: 0, is_forgotten: false });
         } else {
             let peer = &mut self.peers[at];
-            (peer.config, peer.losses) = (config, peer.losses + 1);
+            (peer.config, peer.losses, peer.is_forgotten) = (config, peer.losses + 1, false);
+        }
+    }
+
+    /// Records that `peer` is given up. From now on its replica may be in the view under another number.
+    pub(crate) fn forget(&mut self, peer: PeerIndex) {
+        if let Some(peer) = self.peers.get_mut(usize::from(peer)) {
+            peer.is_forgotten = true;
         }
     }
 

@@ -75,6 +75,7 @@ impl EngineCore {
             return;
         }
         self.lose(peer, "given up".to_owned(), out);
+        self.membership.forget(peer);
         self.absent.stop_counting(peer);
         self.restart_finish();
         self.wake.work();

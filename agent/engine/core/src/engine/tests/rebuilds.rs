@@ -523,3 +523,22 @@ fn a_set_that_is_distrusted_while_it_is_sent_does_not_cut_another_short() {
     assert!(is_distrusted && outputs.contains(&Output::Rebuilt { peer: 1 }), "{outputs:?}");
     assert_eq!(kept, BTreeMap::from([(ReplicaId::from_random(3), vec![(2, 1)])]));
 }
+
+/// Replica 2 was given up, and has come back under the number of another one. Its former number is free for
+/// a new replica, although the view has replica 2.
+#[test]
+fn the_former_number_of_a_replica_that_is_back_is_free() {
+    let mut bench = Bench::with(&config(3, 1));
+    bench.apply(Event::Forget { peer: 1 });
+    bench.apply(Event::Forget { peer: 2 });
+    let config = |replica| PeerConfig { replica: ReplicaId::from_random(replica), local: false };
+    for (peer, replica) in [(1, 2), (2, 9)] {
+        bench.apply(Event::Track { peer, config: config(replica) });
+        let missing = Box::new(region_set(&[0]));
+        let out = bench.apply(Event::Rebuild { peer, missing });
+        assert_eq!(drops(&out), []);
+        let out = bench.answer(out, &[]);
+        assert!(out.contains(&Output::Rebuilt { peer }), "{out:?}");
+    }
+    assert_eq!(bench.core.membership().view().members.len(), 3);
+}
