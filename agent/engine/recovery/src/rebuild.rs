@@ -472,11 +472,9 @@ impl<C: ReplicaRebuild> RebuildAttempt<'_, C> {
         self.add_out_of_sync(trackers, replica, &RegionSet::empty(regions.count()), regions).await?;
         let (out_of_sync, regions) =
             self.read_core(|core| (core.out_of_sync(self.me).cloned(), core.regions()))?;
-        // If the core has none any more, the replica is a member.
-        match out_of_sync {
-            Some(out_of_sync) => self.add_out_of_sync(trackers, replica, &out_of_sync, regions).await,
-            None => Ok(()),
-        }
+        // Without one the core has forgotten the replica. It is no member before the end of its copy.
+        let out_of_sync = out_of_sync.ok_or(RebuildError::Ended)?;
+        self.add_out_of_sync(trackers, replica, &out_of_sync, regions).await
     }
 
     /// Invalidates all stamps that the replica was sent before, because it was recreated. The core sends it
