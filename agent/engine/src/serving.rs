@@ -148,6 +148,7 @@ impl<'a> Serving<'a> {
             if polled.elapsed() >= POLL_INTERVAL {
                 polled = Instant::now();
                 self.poll();
+                self.add_waiting()?;
             }
             self.move_members();
         }

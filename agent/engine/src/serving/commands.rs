@@ -151,12 +151,10 @@ impl Serving<'_> {
     }
 
     fn add(&mut self, endpoint: ReplicaEndpoint) -> Result<(), EngineError> {
-        let is_free = |index: &PeerIndex| self.context().is_free(*index);
-        let places = PeerIndex::try_from(MAX_MEMBERS).unwrap_or(PeerIndex::MAX);
-        let Some(index) = (0..places).find(is_free) else {
-            self.ignore(
-                "a new replica",
-                &format!("the volume has {MAX_MEMBERS}, those that are leaving included"),
+        let Some(index) = self.free_number() else {
+            tracing::info!(
+                volume = %self.spec.volume, replica = %endpoint.replica,
+                "a new replica waits: the volume has {MAX_MEMBERS}, those that are leaving included"
             );
             return Ok(());
         };
@@ -170,6 +168,24 @@ impl Serving<'_> {
         self.shared().send_to_core(Event::Track { peer: index, config });
         self.drop_histories[usize::from(index)] = DropHistory::default();
         self.rebuild_tasks.start(index, NO_DELAY)
+    }
+
+    fn free_number(&self) -> Option<PeerIndex> {
+        let numbers = PeerIndex::try_from(MAX_MEMBERS).unwrap_or(PeerIndex::MAX);
+        (0..numbers).find(|index| self.context().is_free(*index))
+    }
+
+    /// Adds replicas that found no free number before, as soon as there is one.
+    pub(super) fn add_waiting(&mut self) -> Result<(), EngineError> {
+        let wanted = self.spec.replicas.iter();
+        let waiting: Vec<ReplicaEndpoint> =
+            wanted.filter(|wanted| self.context().find(wanted.replica).is_none()).cloned().collect();
+        for endpoint in waiting {
+            if self.free_number().is_some() {
+                self.add(endpoint)?;
+            }
+        }
+        Ok(())
     }
 
     /// Gives up the replicas that the volume is not to have any more, as soon as they are not in the view.
