@@ -259,6 +259,11 @@ impl Executor {
         // Without it regions are copied that need not be.
         if let Err(error) = self.state.write_all_pages() {
             tracing::warn!(%error, "cannot write the cleared regions");
+            if is_final(Errno::of(&error)) {
+                // The disk reports an error once, and it may be about other data.
+                self.fail("the cleared regions could not be written");
+                return Ok(());
+            }
         }
         self.store.close()
     }
