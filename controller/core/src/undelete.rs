@@ -23,7 +23,7 @@ use shorthorn_views::Arbiter;
 
 use crate::objects::{
     CurrentState, DataState, DesireState, Engine, Metadata, Replica, ReplicaSpec, ResourceVersion,
-    SECRET_BYTES, Secret, StoredReplicaStatus, Volume, VolumeSpec, VolumeState, VolumeStatus,
+    SECRET_BYTES, Salvage, Secret, StoredReplicaStatus, Volume, VolumeSpec, VolumeState, VolumeStatus,
 };
 use crate::requests::{RequestError, check_all_known};
 use crate::{ClusterState, NodeName, Timestamp};
@@ -53,6 +53,9 @@ pub struct DeletionRecord {
     /// True if no replica and no engine had reported that yet.
     #[serde(default)]
     pub grant_unreported: bool,
+    /// The salvage that had to be carried out before the next start, if any. Its grant is in `arbiter`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub salvage: Option<Salvage>,
     /// The members of the first view.
     pub first_members: Vec<ReplicaId>,
     /// The size that the volume had.
@@ -87,6 +90,7 @@ impl DeletionRecord {
             fenced_attach: volume.status.fenced_attach,
             arbiter: volume.status.arbiter.clone(),
             grant_unreported: volume.status.grant_unreported,
+            salvage: volume.status.pending_salvage().cloned(),
             first_members: volume.status.first_members.clone(),
             current_size: volume.current_size_bytes(),
             disk_id: replica.spec.disk_id.clone(),
@@ -387,6 +391,7 @@ fn status(record: &DeletionRecord) -> VolumeStatus {
         fenced_attach: record.fenced_attach,
         arbiter: record.arbiter.clone(),
         grant_unreported: record.grant_unreported,
+        salvage: record.salvage.clone(),
         first_members: record.first_members.clone(),
         current_size: Some(record.current_size).filter(|size| *size > 0),
         ..VolumeStatus::default()

@@ -95,7 +95,10 @@ impl Start<'_> {
         let committed = committed.ok_or(CannotStart::NoReplica)?;
         // The operator has decided which replica is the volume: that ends all earlier views.
         let salvaged = granted.filter(View::is_first);
-        let committed = salvaged.map_or(committed, |salvaged| newer(committed, salvaged));
+        if let Some(view) = salvaged.filter(|salvaged| committed.id < salvaged.id) {
+            // The chosen replica has not got the decision: it still knows its former views.
+            return Err(CannotStart::NoQuorum { view, missing: view.members });
+        }
         let mut proposed: Vec<View> =
             reports.iter().flat_map(|(_, report)| report.proposed.clone()).collect();
         proposed.extend(granted);
@@ -356,6 +359,11 @@ mod tests {
         let other = report(1, view(2, &[1]), &[]);
         let alone = basis(std::slice::from_ref(&other), Some(salvaged));
         assert!(matches!(alone, Err(CannotStart::NoQuorum { .. })), "{alone:?}");
+        let unaware = basis(&[report(2, view(1, &[1, 2]), &[])], Some(salvaged));
+        assert!(
+            matches!(unaware, Err(CannotStart::NoQuorum { .. })),
+            "it has not got the decision: {unaware:?}"
+        );
         let found = basis(&[other, report(2, salvaged, &[])], Some(salvaged)).unwrap();
         assert_eq!(found.members, salvaged.members);
     }

@@ -43,6 +43,7 @@ fn trashed(volume: &Volume, id: u64, deleted_ms: u64, failed: bool) -> Trashed {
         fenced_attach: None,
         arbiter: Arbiter::default(),
         grant_unreported: false,
+        salvage: None,
         first_members: Vec::new(),
         current_size: 0,
         disk_id: "disk".to_owned(),
@@ -118,6 +119,26 @@ fn a_grant_that_nothing_has_reported_is_still_unreported_after_an_undeletion() {
     volume.status.grant_unreported = true;
     let (undeletion, _) = back(&ClusterState::default(), &[trashed(&volume, 1, 10, false)]).unwrap();
     assert!(undeletion.volume.unwrap().status.grant_unreported);
+}
+
+/// Until the chosen replica has the decision, it must not be started with the grant for the salvage.
+#[test]
+fn a_salvage_that_was_not_carried_out_is_still_to_be_carried_out_after_an_undeletion() {
+    let mut volume = deleted(1);
+    let salvage = |done| Salvage {
+        replica_id: ReplicaId::from_random(1),
+        attach: 5,
+        decided_at: at(90),
+        by: "test".to_owned(),
+        reason: String::new(),
+        losses: String::new(),
+        done,
+    };
+    for (done, expected) in [(false, Some(salvage(false))), (true, None)] {
+        volume.status.salvage = Some(salvage(done));
+        let (undeletion, _) = back(&ClusterState::default(), &[trashed(&volume, 1, 10, false)]).unwrap();
+        assert_eq!(undeletion.volume.unwrap().status.salvage, expected);
+    }
 }
 
 #[test]
