@@ -283,8 +283,10 @@ impl Inner {
     async fn put(&self, object: Object) -> Result<Object, ObjectStoreError> {
         let key = object.key();
         let expected = object.metadata().resource_version;
-        self.known.check(&key, expected)?;
+        // The check follows: a newer version that comes in between is not the base of this write. With an
+        // older base the API server refuses it.
         let stored = self.known.state().get(&key);
+        self.known.check(&key, expected)?;
         let written = match stored {
             None => self.create(&key, &object).await,
             Some(stored) if object.metadata().is_deleting() && !stored.metadata().is_deleting() => {
