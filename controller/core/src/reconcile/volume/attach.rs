@@ -2,6 +2,7 @@ use std::collections::BTreeMap;
 
 use shorthorn_types::ReplicaId;
 
+use super::replace::most_needed;
 use super::{VolumeReconciler, health, remaining};
 use crate::objects::{
     CurrentState, DataState, DesireState, Engine, EnginePhase, EngineSpec, Finding, Replica, ReplicaSpec,
@@ -119,7 +120,12 @@ impl VolumeReconciler<'_> {
         }
     }
 
-    fn write_launch(&mut self, engine: &Engine, node: NodeName, targets: BTreeMap<ReplicaId, ReplicaTarget>) {
+    fn write_launch(
+        &mut self,
+        engine: &Engine,
+        node: NodeName,
+        mut targets: BTreeMap<ReplicaId, ReplicaTarget>,
+    ) {
         let moves = engine.spec.node_id.as_ref() != Some(&node);
         let stopped = engine.spec.desire_state == DesireState::Stopped
             && (engine.status.current_state == CurrentState::Stopped || self.objects.is_fenced(engine));
@@ -129,6 +135,11 @@ impl VolumeReconciler<'_> {
             self.enter(VolumeState::Detaching);
             return;
         }
+        let running = self.objects.replicas().iter().copied();
+        let running = running.filter(|replica| targets.contains_key(&replica.spec.replica_id));
+        let needed: Vec<ReplicaId> =
+            most_needed(engine, running).into_iter().map(|replica| replica.spec.replica_id).collect();
+        targets.retain(|id, _| needed.contains(id));
         let spec = EngineSpec {
             node_id: Some(node),
             desire_state: DesireState::Running,

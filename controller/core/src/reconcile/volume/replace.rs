@@ -326,14 +326,7 @@ impl<'a> VolumeReconciler<'a> {
             return;
         }
         let known = &engine.spec.replica_address_map;
-        let mut sorted: Vec<&Replica> = replicas.to_vec();
-        // An engine has a maximum number of replicas: those that are lost longest are removed.
-        sorted.sort_by_key(|replica| {
-            let id = replica.spec.replica_id;
-            (!engine.status.has_member(id), std::cmp::Reverse(replica.status.lost_since), id)
-        });
-        sorted.truncate(MAX_MEMBERS);
-        let targets: BTreeMap<ReplicaId, ReplicaTarget> = sorted
+        let targets: BTreeMap<ReplicaId, ReplicaTarget> = most_needed(engine, replicas.iter().copied())
             .into_iter()
             .filter_map(|replica| {
                 let id = replica.spec.replica_id;
@@ -349,5 +342,70 @@ impl<'a> VolumeReconciler<'a> {
             let spec = EngineSpec { replica_address_map: targets, map_revision, ..engine.spec.clone() };
             self.actions.write(Engine { spec, ..engine.clone() });
         }
+    }
+}
+
+/// Returns as many of the replicas as an engine may have. The members come first, then those that are there,
+/// and then those that were lost last.
+pub(super) fn most_needed<'a>(
+    engine: &Engine,
+    replicas: impl Iterator<Item = &'a Replica>,
+) -> Vec<&'a Replica> {
+    let mut sorted: Vec<&Replica> = replicas.collect();
+    sorted.sort_by_key(|replica| {
+        let (id, lost_since) = (replica.spec.replica_id, replica.status.lost_since);
+        (!engine.status.has_member(id), lost_since.is_some(), std::cmp::Reverse(lost_since), id)
+    });
+    sorted.truncate(MAX_MEMBERS);
+    sorted
+}
+
+#[cfg(test)]
+mod tests {
+    use shorthorn_types::VolumeName;
+    use shorthorn_types::status::MemberMode;
+
+    use super::*;
+    use crate::objects::{MemberRecord, Metadata, ReplicaSpec, Secret, StoredReplicaStatus};
+    use crate::requests::{Change, CreateVolume};
+    use crate::{ClusterState, NodeName, Timestamp};
+
+    fn replica(at: u64, lost_since: Option<Timestamp>) -> Replica {
+        let replica_id = ReplicaId::from_random(at);
+        let spec = ReplicaSpec {
+            volume_name: VolumeName::new("v").unwrap(),
+            volume_size: 1 << 20,
+            replica_id,
+            node_id: NodeName::new(&format!("n{at}")).unwrap(),
+            disk_path: "/disk".to_owned(),
+            disk_id: String::new(),
+            desire_state: DesireState::Running,
+            eviction_requested: false,
+        };
+        let status = StoredReplicaStatus { lost_since, ..StoredReplicaStatus::default() };
+        let metadata =
+            Metadata::new(ReplicaSpec::instance_name(&spec.volume_name, replica_id), Timestamp::UNIX_EPOCH);
+        Replica { metadata, spec, status }
+    }
+
+    #[test]
+    fn an_engine_does_without_the_replica_that_is_lost_longest() {
+        let wanted = CreateVolume { name: "v".to_owned(), size_bytes: 1 << 20, ..CreateVolume::default() };
+        let created = wanted.apply(&ClusterState::default(), Secret::new([1; 32]), Timestamp::UNIX_EPOCH);
+        let Ok(Change::Store(volume)) = created else { panic!("the volume is refused") };
+        let mut engine = Engine::of_new(&volume, Timestamp::UNIX_EPOCH);
+        let member = |at| (ReplicaId::from_random(at), MemberRecord::of(MemberMode::Member));
+        let members = (1..=6).map(member);
+        engine.status.replica_mode_map = members.collect();
+        let at_s = |seconds: u64| Some(Timestamp::UNIX_EPOCH + std::time::Duration::from_secs(seconds));
+        let lost = [(7, at_s(100)), (8, at_s(50)), (9, None)];
+        // A member that is lost stays: it may hold the data that the others lack.
+        let replicas: Vec<Replica> =
+            (1..=6).map(|at| (at, at_s(1))).chain(lost).map(|(at, lost)| replica(at, lost)).collect();
+        let kept: Vec<_> =
+            most_needed(&engine, replicas.iter()).iter().map(|kept| kept.spec.replica_id).collect();
+        let mut expected: Vec<_> = (1..=6).map(ReplicaId::from_random).collect();
+        expected.extend([9, 7].map(ReplicaId::from_random));
+        assert_eq!(kept, expected);
     }
 }
