@@ -5,7 +5,7 @@
 //! volume. Everything else takes its usual course. An engine there is stopped or fenced before another one is
 //! started, and a replica that may be in the view stays. The object stays until no other one names the node.
 
-use crate::objects::{ConditionType, Node, Replica, Volume};
+use crate::objects::{ConditionType, Node, Replica, Volume, VolumeState};
 use crate::observed::{Agents, ObservedAgent};
 use crate::requests::{Change, RequestError, find_node};
 use crate::surviving_replicas::{Losses, listed};
@@ -31,7 +31,8 @@ pub struct DeleteNode {
     pub name: String,
     /// The name again, as a confirmation.
     pub confirm: String,
-    /// True to give up a node that is not cordoned, even if volumes lose the last complete replica.
+    /// True to give up a node that is not cordoned, even if volumes lose the last complete replica, or are
+    /// still being detached from it.
     pub force: bool,
 }
 
@@ -60,8 +61,13 @@ impl DeleteNode {
         if node.spec.allow_scheduling && !self.force {
             return Err(RequestError::NodeNotCordoned(name()));
         }
-        // A volume that is being deleted gets no further engine.
-        let is_kept = |name: &&str| !cluster.volumes[*name].is_deleting();
+        // A volume that is being deleted gets no further engine. One that is to be detached may wait for
+        // replicas that are lost with the node: it has to be salvaged then.
+        let is_kept = |name: &&str| {
+            let volume = &cluster.volumes[*name];
+            let is_leaving = volume.status.state == VolumeState::Detaching && volume.spec.node_id.is_none();
+            !volume.is_deleting() && !(is_leaving && self.force)
+        };
         let engines: Vec<&str> =
             drain::attached_to(cluster, &self.name).into_iter().filter(is_kept).collect();
         if !engines.is_empty() {

@@ -5,7 +5,7 @@ use shorthorn_types::{ReplicaId, VolumeName};
 use super::*;
 use crate::given_up_places;
 use crate::objects::{
-    DataState, DesireState, Finding, Metadata, NodeSpec, NodeStatus, Replica, ReplicaSpec, Secret,
+    DataState, DesireState, Engine, Finding, Metadata, NodeSpec, NodeStatus, Replica, ReplicaSpec, Secret,
     StoredReplicaStatus, VolumeState,
 };
 use crate::observed::AgentLink;
@@ -134,6 +134,22 @@ fn a_node_with_an_attached_volume_is_not_given_up_even_by_force() {
         let error = cluster.delete(force).unwrap_err().to_string();
         assert!(error.contains("attached to node a: v") && error.contains("volume detach"), "{error}");
     }
+}
+
+#[test]
+fn force_gives_up_a_node_from_which_a_volume_cannot_be_detached() {
+    let mut cluster = Cluster::new();
+    let mut volume = cluster.state.volumes["v"].clone();
+    volume.spec.node_id = None;
+    volume.status.current_node_id = Some(node("a"));
+    volume.status.state = VolumeState::Detaching;
+    let mut engine = Engine::of_new(&volume, now());
+    engine.spec.node_id = Some(node("a"));
+    cluster.state.insert(volume.into());
+    cluster.state.insert(engine.into());
+    let error = cluster.delete(false).unwrap_err().to_string();
+    assert!(error.contains("attached to node a: v") && error.contains("--force"), "{error}");
+    assert!(cluster.delete(true).is_ok());
 }
 
 #[test]

@@ -202,7 +202,8 @@ pub enum RequestError {
     /// Engines may still run there.
     #[error(
         "volumes are attached to node {node}: {volumes}; detach each first (shorthornctl volume detach \
-         NAME), which fences its engine"
+         NAME), which fences its engine. If too few replicas are left for that, use --force, and salvage the \
+         volume"
     )]
     NodeHasEngines {
         /// The node to remove.

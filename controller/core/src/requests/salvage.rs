@@ -1,6 +1,7 @@
 //! The request for a salvage: the operator's decision for one replica.
 
 use super::{Change, RequestError, check_all_known, find_living};
+use crate::given_up_places::is_node_given_up;
 use crate::objects::{DataState, Salvage, Volume, VolumeState};
 use crate::{ClusterState, Timestamp, salvage};
 
@@ -88,6 +89,12 @@ impl SalvageVolume {
     }
 }
 
+/// Returns true if the operator has given up the node of the engine.
+fn is_engine_given_up(cluster: &ClusterState, volume: &str) -> bool {
+    let node = cluster.engines.get(volume).and_then(|engine| engine.spec.node_id.as_ref());
+    node.is_some_and(|node| is_node_given_up(cluster, node))
+}
+
 /// Returns an error unless a decision about the data of a volume may be made now: no engine serves it.
 ///
 /// # Errors
@@ -107,6 +114,8 @@ pub fn check_salvageable(cluster: &ClusterState, volume: &Volume) -> Result<(), 
         VolumeState::Attaching if !serving => Ok(()),
         VolumeState::Attaching => Err(RequestError::IsServed(name)),
         VolumeState::Attached if serving => Err(RequestError::IsServed(name)),
+        // Too few replicas may be left to fence its engine.
+        VolumeState::Detaching if is_engine_given_up(cluster, &name) => Ok(()),
         VolumeState::Attached | VolumeState::Detaching => Err(RequestError::IsAttached(name)),
         VolumeState::Deleting => Err(RequestError::Deleting(name)),
     }

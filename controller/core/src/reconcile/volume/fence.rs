@@ -5,7 +5,8 @@
 //! nothing. Then every reachable replica gets that number. An engine with a lower number is fenced when a new
 //! engine could start from the replicas that have stored the number (`shorthorn_views::basis`). These are a
 //! quorum of every view that the old engine may have. It can thus neither acknowledge a write nor commit
-//! another view. With fewer replicas the volume waits for its replicas or its node.
+//! another view. With fewer replicas the volume waits for its replicas or its node. If the operator gives that
+//! node up and salvages the volume, the engine counts as fenced without them.
 
 use shorthorn_views::basis;
 
@@ -20,6 +21,13 @@ impl VolumeReconciler<'_> {
         if self.stored.status.attach <= engine.spec.attach {
             self.draw_attach();
             self.wait_for_fence(trouble, "the replicas are being fenced");
+            return;
+        }
+        if self.objects.is_given_up_for_salvage(engine) {
+            self.status.set_fenced(engine.spec.attach);
+            let message = format!("{trouble}; its node is given up, and the volume is salvaged without it");
+            self.actions.emit(true, "EngineGivenUp", message);
+            self.wait_for_fence(trouble, "its node is given up");
             return;
         }
         self.want_replicas(DesireState::Running);

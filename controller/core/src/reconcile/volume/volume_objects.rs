@@ -58,8 +58,17 @@ impl<'a> VolumeObjects<'a> {
     /// Returns true if the engine of a volume that is to be deleted is on a node that never comes back. No
     /// other engine follows it.
     pub(super) fn is_on_lost_node(&self, engine: &Engine) -> bool {
-        self.volume.is_deleting()
-            && engine.spec.node_id.as_ref().is_some_and(|node| is_given_up(self.context, node))
+        self.volume.is_deleting() && self.is_on_given_up_node(engine)
+    }
+
+    /// Returns true if the operator has given up the node of the engine, and has decided that the data of one
+    /// replica is the volume. Too few replicas may be left to fence the engine.
+    pub(super) fn is_given_up_for_salvage(&self, engine: &Engine) -> bool {
+        self.volume.status.pending_salvage().is_some() && self.is_on_given_up_node(engine)
+    }
+
+    fn is_on_given_up_node(&self, engine: &Engine) -> bool {
+        engine.spec.node_id.as_ref().is_some_and(|node| is_given_up(self.context, node))
     }
 
     /// Returns the obstacles of the replicas.

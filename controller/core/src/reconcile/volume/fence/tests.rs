@@ -5,15 +5,15 @@ use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewI
 
 use super::*;
 use crate::objects::{
-    CurrentState, EnginePhase, EngineSpec, Frontend, Key, Kind, Metadata, Object, Replica, ReplicaSpec,
-    Secret, StoredEngineStatus, StoredReplicaStatus, Volume, VolumeState, VolumeStatus,
+    CurrentState, DataState, EnginePhase, EngineSpec, Frontend, Key, Kind, Metadata, Node, Object, Replica,
+    ReplicaSpec, Secret, StoredEngineStatus, StoredReplicaStatus, Volume, VolumeState, VolumeStatus,
 };
 use crate::observed::{
     AgentInfo, AgentLink, Agents, Detail, Instance, InstanceKey, InstanceState, ObservedAgent,
     ObservedReplica,
 };
 use crate::reconcile::{Context, Settings, reconcile};
-use crate::requests::{Change, CreateVolume};
+use crate::requests::{Change, CreateVolume, RequestError, SalvageVolume};
 use crate::{Action, ClusterState, NodeName, Timestamp};
 
 const NODES: [&str; 3] = ["a", "b", "c"];
@@ -72,6 +72,7 @@ impl Lost {
         lost.cluster.insert(volume.into());
         lost.cluster.insert(Engine { metadata, spec, status }.into());
         for (at, name) in NODES.iter().enumerate().take(replicas) {
+            lost.cluster.insert(Node::new(*name, Timestamp::UNIX_EPOCH).into());
             lost.cluster.insert(replica(at).into());
             let link = match at {
                 0 => AgentLink::Down { since: Timestamp::UNIX_EPOCH, reason: "no answer".to_owned() },
@@ -316,6 +317,46 @@ fn the_arbiter_grants_again_once_more_than_half_serve() {
     lost.run();
     assert_eq!(stale_since(&lost), None);
     assert_eq!(lost.volume().status.arbiter.granted(), Some(committed));
+}
+
+/// Nodes a and c are destroyed with the engine and two of three replicas. The operator chooses the third.
+#[test]
+fn a_salvage_does_not_wait_for_an_engine_whose_node_is_given_up() {
+    for (is_given_up, is_salvaged) in [(false, true), (true, false), (true, true)] {
+        let mut lost = Lost::new(3);
+        if is_given_up {
+            let mut destroyed = lost.cluster.nodes["a"].clone();
+            destroyed.metadata.deletion_timestamp = Some(Timestamp::UNIX_EPOCH);
+            lost.cluster.insert(destroyed.into());
+        }
+        lost.agents.remove(&node(2));
+        let mut chosen = replica(1);
+        chosen.status.data = DataState::Present;
+        lost.cluster.insert(chosen.into());
+        lost.begin();
+        let salvage = SalvageVolume {
+            name: "v".to_owned(),
+            replica: id(1).to_string(),
+            confirm: "v".to_owned(),
+            by: "test".to_owned(),
+            reason: String::new(),
+            losses: String::new(),
+            known_attach: OLD + 1,
+            are_all_known: false,
+        };
+        match salvage.apply(&lost.cluster, Timestamp::UNIX_EPOCH) {
+            Ok(Change::Store(volume)) if is_given_up && is_salvaged => lost.cluster.insert(volume.into()),
+            Err(RequestError::IsAttached(_)) if !is_given_up => {}
+            _ => assert!(!is_salvaged, "{is_given_up}"),
+        }
+        lost.run();
+        assert_eq!(lost.is_fenced(), is_given_up && is_salvaged);
+        if lost.is_fenced() {
+            lost.run();
+            assert_eq!(lost.volume().status.state, VolumeState::Detached);
+            assert!(lost.volume().status.pending_salvage().is_some());
+        }
+    }
 }
 
 #[test]
