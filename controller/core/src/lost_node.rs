@@ -66,7 +66,7 @@ impl DeleteNode {
         let is_kept = |name: &&str| {
             let volume = &cluster.volumes[*name];
             let is_leaving = volume.status.state == VolumeState::Detaching && volume.spec.node_id.is_none();
-            !volume.is_deleting() && !(is_leaving && self.force)
+            !(volume.is_deleting() || is_leaving && self.force)
         };
         let engines: Vec<&str> =
             drain::attached_to(cluster, &self.name).into_iter().filter(is_kept).collect();

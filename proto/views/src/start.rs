@@ -154,14 +154,9 @@ impl Start<'_> {
     ///
     /// - if a member has not stored it, or less than half of each older view has. A reached replica that has
     ///   not stored it never will, because it is fenced; an unreached one may have.
-    /// - if no more than half of each has, and the arbiter has overruled it: a later grant has members from
-    ///   outside of it. The arbiter does not grant it any more, and it has not been granted before either.
-    ///   For a grant is within the one before, unless something newer than that was committed between the
-    ///   two. That view then has all members of the later grant in it. One of these was reached and reports
-    ///   it: the view is not the newest committed one.
-    /// - if the arbiter has overruled it, and a later view excludes it: see [`Start::is_excluded`].
-    ///
-    /// Every grant that was ever recorded overrules in this way: an old record of them does no harm.
+    /// - if the arbiter has overruled it, and a later view excludes it: see [`Start::is_excluded`]. Without the
+    ///   latter the view stays, even if the arbiter grants it no more: it may have been committed, and be all
+    ///   that connects the committed view with the grant.
     fn may_be_committed(&self, view: &View, older: &[View]) -> bool {
         let may_have_stored = |id: ReplicaId| {
             let mut known =
@@ -172,38 +167,33 @@ impl Start<'_> {
                 report.committed.id >= view.id || report.proposed.iter().any(has)
             })
         };
-        let is_overruled = self
-            .granted
-            .is_some_and(|granted| view.id < granted.id && !granted.members.is_subset_of(&view.members));
-        if is_overruled && self.is_excluded(view) {
-            return false;
-        }
-        let enough = if is_overruled { Quorum::More } else { Quorum::Half };
         let mut stored =
             older.iter().map(|older| quorum(&older.members, &older.members.filter(may_have_stored)));
-        view.members.iter().all(may_have_stored) && stored.any(|stored| stored >= enough)
+        !self.is_excluded(view)
+            && view.members.iter().all(may_have_stored)
+            && stored.any(|stored| stored >= Quorum::Half)
     }
 
-    /// Returns true if a reached member of the grant has stored a newer view of its members, which excludes
-    /// `view`.
+    /// Returns true if the arbiter has overruled `view`, and a reached member of the grant has stored a newer
+    /// view of the same members as the grant.
     ///
-    /// The engine of that newer view honoured every view of which the newer one is a part, and no other. It
-    /// had fenced more than half of each, or half with a grant, before the replica stored the newer view. If
-    /// `view` had been committed, that engine would have met a replica that had stored it, or another view on
-    /// the way to it. It would have honoured `view` then. Later, too few replicas are not fenced, and the
-    /// arbiter grants no older view. If that engine knew a newer committed view, the replica reports that.
+    /// A grant overrules older views that lack one of its members. The engine of that newer view honoured the
+    /// newest view that was ever committed before it. Assume that `view` was committed. Then a member of the
+    /// newer view from outside of `view` was admitted later, by an engine whose committed view was `view` or
+    /// a newer one. Every member since has stored that: the reached one reports a committed view that is at
+    /// least as new as `view`, which was left out then.
     ///
-    /// This also holds if a replica that shows this is away now, or its disk was restored to an older state.
-    /// Without a reached replica that has the newer view, `view` has to stay: it may be all that connects the
-    /// committed view with the grant.
+    /// This also holds if a replica that has not stored `view` is away now, or has an older state of its disk.
     fn is_excluded(&self, view: &View) -> bool {
         self.granted.is_some_and(|granted| {
+            let overrules = view.id < granted.id && !granted.members.is_subset_of(&view.members);
             let excludes = |stored: &View| stored.members == granted.members && stored.id > view.id;
-            self.reports.iter().any(|(replica, report)| {
-                granted.members.contains(*replica)
-                    && !(self.is_doubted)(*replica)
-                    && report.proposed.iter().any(excludes)
-            })
+            overrules
+                && self.reports.iter().any(|(replica, report)| {
+                    granted.members.contains(*replica)
+                        && !(self.is_doubted)(*replica)
+                        && report.proposed.iter().any(excludes)
+                })
         })
     }
 }
@@ -319,6 +309,12 @@ mod tests {
     fn an_overruled_view_that_leads_to_the_grant_is_honoured() {
         let (old, first, granted) = (view(1, &[1, 2, 3]), view(2, &[1, 2]), view(5, &[4]));
         let reports = [report(1, old, &[first]), report(3, old, &[])];
+        let unseen = basis(&reports, Some(granted)).unwrap_err();
+        assert!(matches!(unseen, CannotStart::NoQuorum { view, .. } if view == granted), "{unseen}");
+        // The same if half had stored it, with a grant.
+        let old = view(1, &[0, 1, 2, 3]);
+        let first = view(2, &[0, 2]);
+        let reports = [report(0, old, &[first]), report(1, old, &[]), report(3, old, &[])];
         let unseen = basis(&reports, Some(granted)).unwrap_err();
         assert!(matches!(unseen, CannotStart::NoQuorum { view, .. } if view == granted), "{unseen}");
     }
