@@ -129,7 +129,8 @@ impl<'a> Serving<'a> {
     fn serve(&mut self, events: &Receiver<MainEvent>) -> Result<Ending, EngineError> {
         let mut polled = Instant::now();
         loop {
-            let limit = self.is_copying().then(|| POLL_INTERVAL.saturating_sub(polled.elapsed())).into_iter();
+            let has_to_poll = self.is_copying() || self.has_waiting();
+            let limit = has_to_poll.then(|| POLL_INTERVAL.saturating_sub(polled.elapsed())).into_iter();
             let limit = limit.chain((!self.moves.is_idle()).then_some(MOVES_INTERVAL)).min();
             let item = match limit {
                 Some(limit) => events.recv_timeout(limit),

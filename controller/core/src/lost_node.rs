@@ -61,11 +61,16 @@ impl DeleteNode {
         if node.spec.allow_scheduling && !self.force {
             return Err(RequestError::NodeNotCordoned(name()));
         }
-        // A volume that is being deleted gets no further engine. One that is to be detached may wait for
-        // replicas that are lost with the node: it has to be salvaged then.
+        // A volume that is being deleted gets no further engine. One that is to be detached, or is being
+        // salvaged, may wait for replicas that are lost with the node.
         let is_kept = |name: &&str| {
             let volume = &cluster.volumes[*name];
-            let is_leaving = volume.status.state == VolumeState::Detaching && volume.spec.node_id.is_none();
+            let wanted = volume.spec.node_id.as_ref();
+            let is_leaving = match volume.status.state {
+                VolumeState::Detaching => wanted.is_none_or(|wanted| wanted.as_str() != self.name),
+                VolumeState::Attaching => volume.status.pending_salvage().is_some(),
+                _ => false,
+            };
             !(volume.is_deleting() || is_leaving && self.force)
         };
         let engines: Vec<&str> =

@@ -187,8 +187,8 @@ pub enum NodeCommand {
         /// Does not ask
         #[arg(long, short)]
         yes: bool,
-        /// Gives the node up even if it is not cordoned, has the last replica of a volume, or volumes are being
-        /// detached from it. A volume without a complete replica is then lost
+        /// Gives the node up even if it is not cordoned, has the last replica of a volume, or volumes are
+        /// being detached from it. A volume without a complete replica is then lost
         #[arg(long)]
         force: bool,
     },

@@ -154,9 +154,9 @@ impl Start<'_> {
     ///
     /// - if a member has not stored it, or less than half of each older view has. A reached replica that has
     ///   not stored it never will, because it is fenced; an unreached one may have.
-    /// - if the arbiter has overruled it, and a later view excludes it: see [`Start::is_excluded`]. Without the
-    ///   latter the view stays, even if the arbiter grants it no more: it may have been committed, and be all
-    ///   that connects the committed view with the grant.
+    /// - if the arbiter has overruled it, and a later view excludes it: see [`Start::is_excluded`]. If none
+    ///   excludes it, the view stays, even if the arbiter grants it no more. It may have been committed, and
+    ///   be all that connects the committed view with the grant.
     fn may_be_committed(&self, view: &View, older: &[View]) -> bool {
         let may_have_stored = |id: ReplicaId| {
             let mut known =
@@ -174,16 +174,17 @@ impl Start<'_> {
             && stored.any(|stored| stored >= Quorum::Half)
     }
 
-    /// Returns true if the arbiter has overruled `view`, and a reached member of the grant has stored a newer
-    /// view of the same members as the grant.
+    /// Returns true if the arbiter has overruled `view`, and a reached member of the grant excludes it. That
+    /// member has stored a newer view with the members of the grant.
     ///
-    /// A grant overrules older views that lack one of its members. The engine of that newer view honoured the
+    /// A grant overrules older views that lack one of its members. The engine of the newer view honoured the
     /// newest view that was ever committed before it. Assume that `view` was committed. Then a member of the
-    /// newer view from outside of `view` was admitted later, by an engine whose committed view was `view` or
-    /// a newer one. Every member since has stored that: the reached one reports a committed view that is at
-    /// least as new as `view`, which was left out then.
+    /// newer view from outside of `view` was admitted later. The engine that did so had `view` or a newer one
+    /// as its committed view, and every member since has stored that. So the reached one reports a committed
+    /// view that is at least as new, and `view` was left out before.
     ///
-    /// This also holds if a replica that has not stored `view` is away now, or has an older state of its disk.
+    /// This also holds if a replica that has not stored `view` is away now, or has an older state of its
+    /// disk.
     fn is_excluded(&self, view: &View) -> bool {
         self.granted.is_some_and(|granted| {
             let overrules = view.id < granted.id && !granted.members.is_subset_of(&view.members);

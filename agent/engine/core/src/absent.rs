@@ -125,7 +125,7 @@ impl AbsentReplicas {
         self.counted.and(self.trusted)
     }
 
-    /// Returns the counted replicas.
+    /// Returns the replicas that have a set, complete or not.
     pub fn counted(&self) -> PeerMask {
         self.counted
     }

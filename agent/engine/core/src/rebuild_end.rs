@@ -123,8 +123,8 @@ impl Rebuilds {
     }
 }
 
-/// Returns the next mark about a set of `others`, and the position from which to continue after it. The set of
-/// `first` was sent up to the region `from`.
+/// Returns the next mark about a set of `others`, and the position from which to continue after it. The set
+/// of `first` was sent up to the region `from`.
 fn next_set(
     membership: &Membership,
     absent: &AbsentReplicas,

@@ -31,8 +31,7 @@ pub const OTHER_RUN: &str = "the replica restarted during the attempt";
 /// The reason why a copy has to be made again.
 pub const SOURCE_HAS_LEFT: &str = "the member that it was copied from has left";
 
-/// The core cannot rebuild the replica yet, for example because requests to the former connections have not
-/// ended.
+/// The core cannot rebuild the replica yet: requests to its former connections have not ended, for example.
 const NOT_TAKEN: &str = "the engine cannot rebuild the replica yet";
 
 /// The task that rebuilds one replica. Each replica has only one.
@@ -420,8 +419,7 @@ impl<C: ReplicaRebuild> RebuildAttempt<'_, C> {
             }
             core.apply(Event::Rebuild { peer: self.me, missing }, outputs);
             if core.membership().state(self.me) != PeerState::Rebuilding {
-                // It has dropped the replica, and does not know `missing`: no later attempt may build on it.
-                return Some(None);
+                return Some(None); // it has dropped the replica, and does not know `missing`
             }
             // The number includes the regions counted while it was absent. It is reported here, before the
             // end of even the shortest copy.

@@ -175,11 +175,15 @@ impl Serving<'_> {
         (0..numbers).find(|index| self.context().is_free(*index))
     }
 
-    /// Adds replicas that found no free number before, as soon as there is one.
+    /// Returns true if a replica of the volume waits for a free number.
+    pub(super) fn has_waiting(&self) -> bool {
+        self.spec.replicas.iter().any(|wanted| self.context().find(wanted.replica).is_none())
+    }
+
+    /// Adds the replicas that wait, as soon as a number is free.
     pub(super) fn add_waiting(&mut self) -> Result<(), EngineError> {
-        let wanted = self.spec.replicas.iter();
-        let waiting: Vec<ReplicaEndpoint> =
-            wanted.filter(|wanted| self.context().find(wanted.replica).is_none()).cloned().collect();
+        let is_waiting = |wanted: &&ReplicaEndpoint| self.context().find(wanted.replica).is_none();
+        let waiting: Vec<ReplicaEndpoint> = self.spec.replicas.iter().filter(is_waiting).cloned().collect();
         for endpoint in waiting {
             if self.free_number().is_some() {
                 self.add(endpoint)?;

@@ -60,7 +60,8 @@ pub enum StoreError {
     },
     /// Writes of a former process have not ended.
     #[error(
-        "{} is still being written by a process that has ended: its disk is slow, or does not answer. Check          the disk and try again", .0.display()
+        "{} is still being written by a process that has ended: the disk is slow, or does not answer. Check \
+         it and try again", .0.display()
     )]
     FormerWrites(PathBuf),
     /// The store was opened for reading only.

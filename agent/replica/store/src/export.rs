@@ -17,6 +17,7 @@ use crate::directory_scan::recover_directory;
 use crate::epoch_record::EpochRecord;
 use crate::error::StoreError;
 use crate::files::{Files, Writable, data_extents};
+use crate::former_writes::wait_for_former_writes;
 use crate::host::HostFileSystem;
 use crate::lock::Lock;
 
@@ -61,6 +62,7 @@ pub fn export(
 ) -> Result<ExportedVolume> {
     let directory = Directory::open(path.as_ref())?;
     let lock = Lock::shared(&directory)?;
+    wait_for_former_writes(&directory, true)?;
     let mut volume = LayeredVolume::open(&directory, snapshot)?;
     let mut output = ImageOutput::open(target, &directory, volume.size_bytes)?;
     let mut buffer = AlignedBuffer::new(CHUNK_BYTES);

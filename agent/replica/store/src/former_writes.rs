@@ -3,8 +3,9 @@
 //! A write that the kernel executes for an io_uring does not end with the process. The lock of the directory
 //! is free then, and such a write may reach the disk seconds later. It could replace newer data.
 //!
-//! A write holds its open file until it ends. Every file that is written in this way has a shared lock (flock),
-//! which ends with the last such write. An opening takes each of these locks once before it reads anything.
+//! A write holds its open file until it ends. Every file that is written in this way has a shared lock
+//! (flock), which ends with the last such write. An opening takes each of these locks once before it reads
+//! anything.
 
 use std::fs::{File, TryLockError};
 use std::time::{Duration, Instant};
@@ -41,7 +42,9 @@ fn wait(directory: &Directory, is_read_only: bool, limit: Duration) -> Result<()
     let begun = Instant::now();
     let access = if is_read_only { OFlag::O_RDONLY } else { OFlag::O_RDWR };
     for name in directory.list()?.into_iter().filter(|name| name != LOCK_FILE) {
-        let file = directory.open_file(&name, access)?;
+        // A snapshot may be protected from writes.
+        let file =
+            directory.open_file(&name, access).or_else(|_| directory.open_file(&name, OFlag::O_RDONLY))?;
         loop {
             match file.try_lock() {
                 Ok(()) => break,

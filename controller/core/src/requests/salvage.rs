@@ -2,7 +2,7 @@
 
 use super::{Change, RequestError, check_all_known, find_living};
 use crate::given_up_places::is_node_given_up;
-use crate::objects::{DataState, Salvage, Volume, VolumeState};
+use crate::objects::{CurrentState, DataState, Salvage, Volume, VolumeState};
 use crate::{ClusterState, Timestamp, salvage};
 
 /// The operator's decision for one replica, with the losses known at that time.
@@ -89,9 +89,11 @@ impl SalvageVolume {
     }
 }
 
-/// Returns true if the operator has given up the node of the engine.
+/// Returns true if the operator has given up the node of the engine, and the node does not answer.
 fn is_engine_given_up(cluster: &ClusterState, volume: &str) -> bool {
-    let node = cluster.engines.get(volume).and_then(|engine| engine.spec.node_id.as_ref());
+    let engines = cluster.engines.get(volume);
+    let away = engines.filter(|engine| engine.status.current_state == CurrentState::Unknown);
+    let node = away.and_then(|engine| engine.spec.node_id.as_ref());
     node.is_some_and(|node| is_node_given_up(cluster, node))
 }
 

@@ -8,8 +8,8 @@ use crate::bits::{Bits, REPLICAS_MAX, bits};
 use crate::network::Message;
 use crate::state::{Engine, State};
 
-/// All orders of up to three replicas. With fewer replicas, the first ones leave the others in place. A fourth
-/// replica stays in place.
+/// All orders of up to three replicas. With fewer replicas, the first ones leave the others in place. A
+/// fourth replica stays in place.
 const ORDERS: [[u8; REPLICAS_MAX]; 6] =
     [[0, 1, 2, 3], [1, 0, 2, 3], [0, 2, 1, 3], [1, 2, 0, 3], [2, 0, 1, 3], [2, 1, 0, 3]];
 

@@ -46,8 +46,8 @@ pub enum Mutation {
     DropGrant,
     /// A proposed view is dead as soon as the arbiter has granted a later one.
     DropOlder,
-    /// A proposed view is dead as soon as the arbiter has granted a later one with other members, whatever
-    /// the members of the grant have stored. Found only with four replicas.
+    /// A proposed view is dead as soon as the arbiter has granted a later one with other members. No member
+    /// of the grant has to exclude it. Found only with four replicas.
     DropOverruled,
     /// A proposed view counts as dead if it needs the storage of unreached replicas.
     DropUnseen,

@@ -54,7 +54,8 @@ enum Step {
         count: u64,
         is_rot: bool,
     },
-    /// A request with new data for a block, or with that of another member, finds no space and begins nothing.
+    /// A request with new data for a block, or with that of another member, finds no space. It begins
+    /// nothing.
     Refuse {
         block: u64,
         is_new: bool,

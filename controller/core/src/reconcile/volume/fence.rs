@@ -5,8 +5,8 @@
 //! nothing. Then every reachable replica gets that number. An engine with a lower number is fenced when a new
 //! engine could start from the replicas that have stored the number (`shorthorn_views::basis`). These are a
 //! quorum of every view that the old engine may have. It can thus neither acknowledge a write nor commit
-//! another view. With fewer replicas the volume waits for its replicas or its node. If the operator gives that
-//! node up and salvages the volume, the engine counts as fenced without them.
+//! another view. With fewer replicas the volume waits for its replicas or its node. If the operator gives
+//! that node up and salvages the volume, the engine counts as fenced without them.
 
 use shorthorn_views::basis;
 
@@ -25,9 +25,9 @@ impl VolumeReconciler<'_> {
         }
         if self.objects.is_given_up_for_salvage(engine) {
             self.status.set_fenced(engine.spec.attach);
-            let message = format!("{trouble}; its node is given up, and the volume is salvaged without it");
+            let message = format!("{trouble}; the node is given up, and the volume is salvaged without it");
             self.actions.emit(true, "EngineGivenUp", message);
-            self.wait_for_fence(trouble, "its node is given up");
+            self.wait_for_fence(trouble, "the node is given up");
             return;
         }
         self.want_replicas(DesireState::Running);

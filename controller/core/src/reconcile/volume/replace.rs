@@ -345,8 +345,8 @@ impl<'a> VolumeReconciler<'a> {
     }
 }
 
-/// Returns as many of the replicas as an engine may have. The members come first, then those that are there,
-/// and then those that were lost last.
+/// Returns as many of the replicas as an engine may have. The members come first, then those that have not
+/// left the view, those that are there, and those that were lost last.
 pub(super) fn most_needed<'a>(
     engine: &Engine,
     replicas: impl Iterator<Item = &'a Replica>,
@@ -354,7 +354,9 @@ pub(super) fn most_needed<'a>(
     let mut sorted: Vec<&Replica> = replicas.collect();
     sorted.sort_by_key(|replica| {
         let (id, lost_since) = (replica.spec.replica_id, replica.status.lost_since);
-        (!engine.status.has_member(id), lost_since.is_some(), std::cmp::Reverse(lost_since), id)
+        let has_left = replica.status.failed_at.is_some();
+        let is_lost = (lost_since.is_some(), std::cmp::Reverse(lost_since));
+        (!engine.status.has_member(id), has_left, is_lost, id)
     });
     sorted.truncate(MAX_MEMBERS);
     sorted
