@@ -394,9 +394,11 @@ impl<C: ReplicaRebuild> RebuildAttempt<'_, C> {
 
     /// Makes the queues give their connections up, which the next attempt would have to wait for.
     fn drop_queues(&self, reason: &str) {
-        let (peer, reason) = (self.me, reason.to_owned());
-        self.engine
-            .decide(|_, outputs| outputs.push(Output::Drop { peer, reason, cause: DropCause::Unused }));
+        self.engine.decide(|_, outputs| outputs.push(self.unused(reason)));
+    }
+
+    fn unused(&self, reason: &str) -> Output {
+        Output::Drop { peer: self.me, reason: reason.to_owned(), cause: DropCause::Unused }
     }
 
     /// Hands the replica, which has `size_bytes`, to the core, if it has followed every expansion that the
@@ -411,7 +413,8 @@ impl<C: ReplicaRebuild> RebuildAttempt<'_, C> {
         // the core.
         let counting = self.decide(|core, outputs| {
             if size_bytes < self.engine.size_bytes() {
-                return None;
+                outputs.push(self.unused("the replica has not followed an expansion yet"));
+                return Err("the volume is being expanded");
             }
             let missing = Box::new(missing.converted(core.regions()));
             if is_copy {
@@ -419,21 +422,17 @@ impl<C: ReplicaRebuild> RebuildAttempt<'_, C> {
             }
             core.apply(Event::Rebuild { peer: self.me, missing }, outputs);
             if core.membership().state(self.me) != PeerState::Rebuilding {
-                return Some(None); // it has dropped the replica, and does not know `missing`
+                return Err(NOT_TAKEN); // it has dropped the replica, and does not know `missing`
             }
             // The number includes the regions counted while it was absent. It is reported here, before the
             // end of even the shortest copy.
             let left = core.copy_progress().rebuilds.into_iter().find(|(peer, _)| *peer == self.me);
             self.rebuild_task.report_rebuilding(left.map_or(0, |(_, bytes)| bytes), is_copy);
-            Some(Some(self.counting(core)))
+            Ok(self.counting(core))
         });
         let count_now = match counting {
-            Ok(Some(Some(count_now))) => count_now,
-            Ok(Some(None)) => return Err(RebuildError::NotYet(NOT_TAKEN)),
-            Ok(None) => {
-                self.drop_queues("the replica has not followed an expansion yet");
-                return Err(RebuildError::NotYet("the volume is being expanded"));
-            }
+            Ok(Ok(count_now)) => count_now,
+            Ok(Err(why)) => return Err(RebuildError::NotYet(why)),
             Err(trouble) => {
                 self.drop_queues("the rebuild was given up");
                 return Err(trouble);

@@ -47,7 +47,7 @@ use std::time::Instant;
 
 use shorthorn_replica_core::{ReplicaState, is_final};
 use shorthorn_ring::{Completion, IoBuf, Ring, Token};
-use shorthorn_store::{Store, StoreError};
+use shorthorn_store::Store;
 use shorthorn_types::{ByteRange, Errno};
 use shorthorn_wire::{Header, Opcode};
 
@@ -67,6 +67,7 @@ use self::request_io::RequestIo;
 use self::requests::SUM_SLOT;
 pub(crate) use self::requests::reads_data;
 use self::zeroes::ZeroJobs;
+use crate::error::ReplicaError;
 use crate::limits::SLOTS;
 use crate::state::Owner;
 
@@ -249,8 +250,8 @@ impl Executor {
     /// Makes everything durable and leaves the directory clean; after a failure the directory is left alone.
     ///
     /// # Errors
-    /// The error of the store; the directory then stays marked as dirty.
-    pub fn close(mut self) -> Result<(), StoreError> {
+    /// The error of the disk; the directory then stays marked as dirty.
+    pub fn close(mut self) -> Result<(), ReplicaError> {
         debug_assert!(self.is_idle());
         if self.state.failure().is_some() {
             self.change(|state, disk| state.retry_record(disk));
@@ -262,10 +263,10 @@ impl Executor {
             if is_final(Errno::of(&error)) {
                 // The disk reports an error once, and it may be about other data.
                 self.fail("the cleared regions could not be written");
-                return Ok(());
+                return Err(ReplicaError::system("write the cleared regions", error));
             }
         }
-        self.store.close()
+        Ok(self.store.close()?)
     }
 
     /// Returns the free space of the disk in MiB; none if the file system does not report it. The disk is
