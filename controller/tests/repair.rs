@@ -144,15 +144,15 @@ async fn an_operator_salvages_a_volume_from_one_replica() {
         ["volume", "salvage", "v", "--replica", &older, "--reason", "a is gone", "--yes-i-may-lose-data"];
     cluster.ok(&words).await;
     let volume = cluster.until("v", "salvaged", |volume| volume["salvage"]["done"] == true).await;
-    assert_eq!(volume["attach"], 2);
+    assert_eq!(volume["attach"], 3);
     assert_eq!(volume["salvage"]["reason"], "a is gone");
     assert!(volume["salvage"]["losses"].as_str().unwrap().contains("view 1.1/2"), "{volume:#}");
-    assert_eq!(volume["granted"].as_str().unwrap(), format!("2.0/0 of {{{older}}}"));
+    assert_eq!(volume["granted"].as_str().unwrap(), format!("3.0/0 of {{{older}}}"));
     let salvaged = cluster.agents[1].view(&format!("v-{older}")).unwrap();
-    assert_eq!((salvaged.attach, salvaged.number, salvaged.members), (2, 0, vec![older]));
+    assert_eq!((salvaged.attach, salvaged.number, salvaged.members), (3, 0, vec![older]));
     assert_eq!(cluster.agents[0].directories().len(), 1, "the other one is still there");
     cluster.ok(&["volume", "attach", "v", "--node", "b"]).await;
-    assert_eq!(cluster.inspect("v").await["attach"], 3);
+    assert_eq!(cluster.inspect("v").await["attach"], 4);
     cluster.check();
 }
 

@@ -207,6 +207,7 @@ impl Explainer<'_> {
         let state = self.volume.status.state.as_str();
         self.say(format!("Volume {} is {state}{}.", self.name, self.reason_of_settled()));
         self.explain_silence();
+        self.hint_destroyed_engine_node();
         let engine = self.engine.filter(|engine| engine.status.is_serving());
         if let Some(engine) = engine.filter(|_| self.volume.status.state == VolumeState::Detaching) {
             // Requests continue until it is stopped.
@@ -217,6 +218,18 @@ impl Explainer<'_> {
         if let Some(node) = node.filter(|_| !self.volume.metadata.is_deleting()) {
             self.hint(format!("To keep it there: shorthornctl volume attach {} --node {node}", self.name));
         }
+    }
+
+    /// Hints at a salvage, which needs no fence if the node of the engine is given up.
+    fn hint_destroyed_engine_node(&mut self) {
+        let node = self.engine.and_then(|engine| engine.spec.node_id.clone());
+        let is_waiting = self.volume.status.state == VolumeState::Detaching;
+        let Some(node) = node.filter(|node| is_waiting && self.silence(node).is_some()) else { return };
+        self.hint(format!(
+            "If node {node} was destroyed, and most replicas with it: shorthornctl node delete {node} --force; \
+             then shorthornctl volume salvage {}",
+            self.name
+        ));
     }
 
     fn explain_attaching(&mut self) {

@@ -28,6 +28,9 @@ pub struct SalvageVolume {
 
 /// More attachments than a volume has between a backup of the store and its restoration.
 const UNKNOWN_ATTACHES: u64 = 1 << 16;
+/// A salvage draws two numbers. The lower one fences an engine that cannot be stopped
+/// (`reconcile::volume::fence`).
+const FENCE_AND_SALVAGE: u64 = 2;
 
 impl SalvageVolume {
     /// Returns the volume with a new attachment number, and a grant of the arbiter for this replica alone. An
@@ -79,11 +82,12 @@ impl SalvageVolume {
         Ok(Change::Store(volume))
     }
 
-    /// Returns a number above all that replicas know. If the store is older than the volume, an unreachable
-    /// replica may know higher numbers than the others. Numbers rise one by one, so a gap keeps the new
-    /// number above those.
+    /// Returns a number above all that replicas know, and above the number of a fence. If the store is older
+    /// than the volume, an unreachable replica may know higher numbers than the others. Numbers rise by one or
+    /// two, so a gap keeps the new number above those.
     fn next_attach(&self, stored: u64) -> Result<u64, RequestError> {
-        let step = if self.known_attach > stored && !self.are_all_known { UNKNOWN_ATTACHES } else { 1 };
+        let is_older = self.known_attach > stored && !self.are_all_known;
+        let step = if is_older { UNKNOWN_ATTACHES } else { FENCE_AND_SALVAGE };
         let next = stored.max(self.known_attach).checked_add(step);
         next.ok_or_else(|| RequestError::NoAttach { name: self.name.clone(), known: self.known_attach })
     }

@@ -425,12 +425,14 @@ fn a_replica_that_is_being_deleted_can_be_salvaged() {
     };
     let salvaged = stored(salvage.apply(&cluster, now()).unwrap());
     let decided = salvaged.status.salvage.clone().unwrap();
-    assert_eq!((decided.replica_id, decided.attach), (replica_id, 42), "above all that a replica knows");
+    assert_eq!((decided.replica_id, decided.attach), (replica_id, 43), "above all that a replica knows");
     cluster.insert(salvaged.into());
     assert!(matches!(salvage.apply(&cluster, now()), Ok(Change::AlreadySo(_))));
     // An engine has used that number meanwhile, and a replica out of reach may know a newer one.
-    let again = SalvageVolume { known_attach: 42, ..salvage.clone() };
-    assert_eq!(stored(again.apply(&cluster, now()).unwrap()).status.attach, Some(43));
+    let fenced = SalvageVolume { known_attach: 42, ..salvage.clone() };
+    assert!(matches!(fenced.apply(&cluster, now()), Ok(Change::AlreadySo(_))), "by the number below");
+    let again = SalvageVolume { known_attach: 43, ..salvage.clone() };
+    assert_eq!(stored(again.apply(&cluster, now()).unwrap()).status.attach, Some(45));
     let again = SalvageVolume { known_attach: 50, are_all_known: false, ..salvage.clone() };
     assert!(stored(again.apply(&cluster, now()).unwrap()).status.attach > Some(1000));
     let again = SalvageVolume { known_attach: u64::MAX, ..salvage };

@@ -374,6 +374,9 @@ fn volumes_on_their_way() {
     case.volume().status.state = VolumeState::Detaching;
     case.condition(ConditionType::Settled, "EngineNotStopped", "the device is in use by a mount");
     check("detaching", &case, false, &["is detaching: the device is in use by a mount", "unmount"]);
+    case.silence(1);
+    let words = ["Node a is silent", "node delete a --force; then shorthornctl volume salvage v"];
+    check("detaching from a silent node", &case, false, &words);
 
     let mut case = Case::healthy();
     case.volume().status.state = VolumeState::Detached;

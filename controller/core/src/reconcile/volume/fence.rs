@@ -31,7 +31,8 @@ impl VolumeReconciler<'_> {
             return;
         }
         self.want_replicas(DesireState::Running);
-        let reports = self.objects.fenced_reports();
+        let number = self.fence_number(engine);
+        let reports = self.objects.fenced_reports(number);
         let arbiter = &self.stored.status.arbiter;
         // The grant for a salvage ends all earlier views only once the replica is the volume: until then the
         // old engine may have a majority. Its own grant is not remembered any more.
@@ -40,7 +41,7 @@ impl VolumeReconciler<'_> {
         match basis(&reports, granted) {
             // Half may have continued without the others by a forgotten grant.
             Ok(found) if found.needs_grant && (is_salvaging || arbiter.stale_since().is_some()) => {
-                self.send_fence();
+                self.send_fence(number);
                 self.wait_for_fence(trouble, "more than half of its replicas have to refuse its engine");
                 self.actions.again_after(START_CHECK);
             }
@@ -51,7 +52,7 @@ impl VolumeReconciler<'_> {
                 self.wait_for_fence(trouble, "the engine is fenced");
             }
             Err(lacking) => {
-                self.send_fence();
+                self.send_fence(number);
                 self.wait_for_fence(
                     trouble,
                     &format!("to keep it from writing, more replicas are needed: {lacking}"),
@@ -61,8 +62,17 @@ impl VolumeReconciler<'_> {
         }
     }
 
-    fn send_fence(&mut self) {
-        let Some(attach) = self.stored.status.attach else { return };
+    /// Returns the number that fences the engine: that of the volume. If a salvage waits, the number below its
+    /// own, which was drawn with it: the agent of the chosen replica refuses a decision whose number the
+    /// replica knows already. A salvage of an older version has drawn only its own number.
+    fn fence_number(&self, engine: &Engine) -> Option<u64> {
+        let salvage = self.stored.status.pending_salvage();
+        let below = salvage.and_then(|salvage| salvage.attach.checked_sub(1));
+        below.filter(|below| Some(*below) > engine.spec.attach).or(self.stored.status.attach)
+    }
+
+    fn send_fence(&mut self, number: Option<u64>) {
+        let Some(attach) = number else { return };
         let replicas = self.objects.replicas().to_vec();
         for replica in replicas {
             if self.objects.observed_replica(replica).is_some_and(|shown| shown.attach < Some(attach)) {

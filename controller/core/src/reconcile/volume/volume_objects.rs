@@ -142,10 +142,9 @@ impl<'a> VolumeObjects<'a> {
         own.max_by_key(|view| view.id)
     }
 
-    /// Returns the reports of the replicas that refuse every engine but the next. A replica that has lost its
-    /// directory is not asked, because it has lost its records.
-    pub(super) fn fenced_reports(&self) -> Vec<(ReplicaId, ReplicaReport)> {
-        let attach = self.volume.status.attach;
+    /// Returns the reports of the replicas that refuse every engine of a lower attachment than `attach`. A
+    /// replica that has lost its directory is not asked, because it has lost its records.
+    pub(super) fn fenced_reports(&self, attach: Option<u64>) -> Vec<(ReplicaId, ReplicaReport)> {
         let of = |replica: &&Replica| {
             let shown = self
                 .observed_replica(replica)

@@ -397,3 +397,33 @@ fn a_salvage_that_waits_does_not_fence_the_old_engine_by_its_own_grant() {
         assert_eq!(lost.is_fenced(), enough, "of {replicas}, carried out: {done}");
     }
 }
+
+/// The agent of the chosen replica refuses a salvage whose number the replica knows already.
+#[test]
+fn the_fence_before_a_salvage_does_not_use_up_its_number() {
+    // A salvage of an older version has drawn only its own number.
+    for (drawn, number) in [(2, OLD + 1), (1, OLD + 1)] {
+        let mut lost = Lost::new(3);
+        let attach = OLD + drawn;
+        lost.change(|volume| {
+            volume.status.attach = Some(attach);
+            volume.status.arbiter = crate::salvage::arbiter(attach, id(1));
+            volume.status.salvage = Some(crate::objects::Salvage {
+                replica_id: id(1),
+                attach,
+                decided_at: Timestamp::UNIX_EPOCH,
+                by: String::new(),
+                reason: String::new(),
+                losses: String::new(),
+                done: false,
+            });
+        });
+        assert_eq!(lost.run(), [("b".to_owned(), number), ("c".to_owned(), number)], "{drawn}");
+        for at in 1..3 {
+            assert!(!lost.is_fenced());
+            lost.replica_says(at, number, view(OLD, 1, &[0, 1, 2]));
+            lost.run();
+        }
+        assert!(lost.is_fenced(), "by {number} of {attach}");
+    }
+}

@@ -87,11 +87,10 @@ fn only_a_view_of_the_serving_engine_is_served() {
 #[test]
 fn replicas_that_accept_the_old_engine_or_have_lost_their_views_do_not_count_for_a_fence() {
     let mut example = Example::new();
-    example.volume().status.attach = Some(2);
     report(&mut example, (1, "a"), 1, view(1, 1));
     report(&mut example, (2, "b"), 2, view(1, 1));
     report(&mut example, (3, "c"), 2, view(0, 0));
-    let reports = with_objects(&example, |objects| objects.fenced_reports());
+    let reports = with_objects(&example, |objects| objects.fenced_reports(Some(2)));
     assert_eq!(reports.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [id(2)]);
 }
 
