@@ -433,7 +433,9 @@ impl EngineHandle {
         let NoPlan { cannot, unfit } = none;
         let mut sim = self.sim.borrow_mut();
         sim.needed = match cannot {
-            CannotStart::NoQuorum { missing, .. } | CannotStart::NoMember(missing) => *missing,
+            CannotStart::NoQuorum { missing, .. }
+            | CannotStart::NoMember(missing)
+            | CannotStart::NotSalvaged(missing) => *missing,
             CannotStart::NoReplica => Members::NONE,
         };
         let is_torn = matches!(cannot, CannotStart::NoMember(holders) if holders.is_empty());
