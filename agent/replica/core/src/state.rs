@@ -126,11 +126,13 @@ impl ReplicaState {
         let mut next = self.views.clone();
         let fence = next.fence(generation).map_err(Denied::from)?;
         self.save_views(disk, next)?;
+        self.intent_log.opened();
         Ok(fence)
     }
 
     /// Stores a view that an engine proposes. If the view lacks this replica, the record of that is stored
-    /// first. Then the sets of replicas outside `view` begin, and then the view is stored. After a crash in
+    /// first. If it makes this replica a member, its incomplete sets of other replicas end. Then the sets of
+    /// replicas outside `view` begin, and then the view is stored. After a crash in
     /// between, a record or a set is superfluous, which does no harm. The reverse order could leave a view
     /// without the set that the replica promises with it, and modifications would not be counted. Longhorn
     /// would also treat a replica as complete that knows that it has left. A refused view begins no set.
@@ -146,6 +148,9 @@ impl ReplicaState {
     ) -> Result<(), D::Error> {
         let mut next = self.views.clone();
         next.propose(generation, view, basis).map_err(Denied::from)?;
+        for replica in self.intent_log.incomplete(self.me, basis).iter() {
+            self.end_set(disk, replica)?;
+        }
         let new =
             self.intent_log.on_propose(self.me, self.views.report(), basis, &view).map_err(Denied::from)?;
         self.record_left(disk, &next)?;

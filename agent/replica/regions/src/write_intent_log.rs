@@ -142,6 +142,8 @@ pub struct WriteIntentLog {
     epoch: u64,
     intent: PagedSet,
     out_of_sync: Vec<(ReplicaId, PagedSet)>,
+    /// The replicas whose out-of-sync sets the engine has sent since [`WriteIntentLog::opened`].
+    sent: Members,
     unsummed: Option<Unsummed>,
     writes: Box<[Writing]>,
     /// Numbers the writes.
@@ -187,6 +189,7 @@ impl WriteIntentLog {
             epoch,
             intent,
             out_of_sync: Vec::with_capacity(MAX_MEMBERS),
+            sent: Members::NONE,
             unsummed: None,
             writes: (0..PAGE_WRITES_MAX).map(|_| free()).collect(),
             last_write: 0,
@@ -371,11 +374,26 @@ impl WriteIntentLog {
         found.is_none_or(|(_, set)| set.written_since(ticket.pages, ticket.after))
     }
 
+    /// Begins the connection of an engine, which has sent no set yet.
+    pub fn opened(&mut self) {
+        self.sent = Members::NONE;
+    }
+
     /// Changes a set for the engine.
     ///
     /// # Errors
     /// [`IntentLogError`]; nothing has changed then.
     pub fn mark(&mut self, mark: &MarkRegions) -> Result<Marked, IntentLogError> {
+        let marked = self.change(mark)?;
+        if let (RegionsOf::OutOfSync(replica), MarkAction::Add) = (mark.of, mark.action)
+            && !self.sent.contains(replica)
+        {
+            self.sent = Members::new(self.sent.iter().chain([replica])).unwrap_or(self.sent);
+        }
+        Ok(marked)
+    }
+
+    fn change(&mut self, mark: &MarkRegions) -> Result<Marked, IntentLogError> {
         let MarkRegions { of, action, runs, stamp, size_bytes } = mark;
         let theirs = size_bytes.map_or(self.regions, Regions::of);
         check_runs(runs, theirs.count())?;
@@ -436,9 +454,20 @@ impl WriteIntentLog {
         }
     }
 
+    /// Returns the replicas whose sets end before a proposal that makes `me` a member. It was no member for a
+    /// time, so its sets lack the writes of that time, except those that the engine has sent.
+    #[must_use]
+    pub fn incomplete(&self, me: ReplicaId, basis: &ReplicaReport) -> Members {
+        let is_member = was_member(me, basis);
+        self.tracks().filter(|replica| !is_member && !self.sent.contains(replica))
+    }
+
     /// Returns the sets that begin with the proposal of `target`. Each is for a replica other than `me` that
     /// is in a known view and not in this one. They begin as the intent set, which has everything that such a
     /// replica may lack. A set that is kept already is at least that large, and stays.
+    ///
+    /// The views that only this replica knows do not count if it becomes a member. A replica may have left
+    /// them while this one was away: the engine has sent its set, or copies everything to it.
     ///
     /// Keep them before the view is stored, else a crash in between leaves a view without the set that it
     /// needs.
@@ -453,7 +482,8 @@ impl WriteIntentLog {
         target: &View,
     ) -> Result<Vec<NewSet>, IntentLogError> {
         let mut new: Vec<NewSet> = Vec::new();
-        for replica in known.views().chain(basis.views()).flat_map(|view| view.members.iter()) {
+        let known = known.views().filter(|_| was_member(me, basis));
+        for replica in known.chain(basis.views()).flat_map(|view| view.members.iter()) {
             let kept = self.find(SetKey::OutOfSync(replica)).is_some()
                 || new.iter().any(|new| new.replica == replica);
             if kept || replica == me || target.members.contains(replica) {
@@ -515,6 +545,11 @@ impl WriteIntentLog {
 
 fn identity(regions: Regions, epoch: u64, key: SetKey) -> SetIdentity {
     SetIdentity { name: key.name(), regions, epoch }
+}
+
+/// Returns true if the replica has been a member all the time, so that it becomes none by a proposal.
+fn was_member(me: ReplicaId, basis: &ReplicaReport) -> bool {
+    basis.views().all(|view| view.members.contains(me))
 }
 
 fn check_runs(runs: &[(u32, u32)], limit: u32) -> Result<(), IntentLogError> {

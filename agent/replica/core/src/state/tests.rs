@@ -206,6 +206,47 @@ fn a_view_is_stored_after_the_sets_that_it_needs() {
     assert!(disk.done().is_empty(), "it is stored already");
 }
 
+/// Replica 3 left while this one was away, and replica 2 is given up: only the engine knows what they miss.
+#[test]
+fn a_replica_that_becomes_a_member_again_keeps_only_the_sets_that_the_engine_has_sent() {
+    let add = |replica| mark(RegionsOf::OutOfSync(id(replica)), MarkAction::Add, &[(1, 1)]);
+    let generation = Generation::new(1, 0);
+    let serving = ReplicaReport { committed: view(4, &[4]), proposed: Vec::new() };
+    for (is_sent, kept) in [(false, Members::NONE), (true, Members::new([id(2)]).unwrap())] {
+        let (mut disk, mut state) = opened();
+        propose(&mut disk, &mut state, view(1, &[1, 3])).unwrap();
+        state.commit(&mut disk, generation, view(1, &[1, 3])).unwrap();
+        // An earlier connection of the engine counts for nothing.
+        state.mark(&mut disk, &add(2)).unwrap();
+        state.fence(&mut disk, generation).unwrap();
+        if is_sent {
+            state.mark(&mut disk, &add(2)).unwrap();
+        }
+        let target = view(5, &[1, 4]);
+        state.propose(&mut disk, generation, target, &serving).unwrap();
+        assert_eq!(state.intent_log().tracks(), kept);
+        assert!(state.views().report().proposed.contains(&target));
+    }
+}
+
+#[test]
+fn the_incomplete_sets_of_a_new_member_end_before_the_view_is_stored() {
+    let prepare = || {
+        let (mut disk, mut state) = opened();
+        propose(&mut disk, &mut state, view(1, &[1, 3])).unwrap();
+        disk.done();
+        (disk, state)
+    };
+    let serving = ReplicaReport { committed: view(4, &[4]), proposed: Vec::new() };
+    let change = |disk: &mut Memory, state: &mut ReplicaState| {
+        state.propose(disk, Generation::new(1, 0), view(5, &[1, 4]), &serving)
+    };
+    with_each_failure(change, prepare, |disk, _| {
+        let is_stored = disk.views.report().proposed.contains(&view(5, &[1, 4]));
+        assert!(!is_stored || !disk.sets.contains_key(&SetKey::OutOfSync(id(2))));
+    });
+}
+
 #[test]
 fn a_refused_view_begins_no_set() {
     let (mut disk, mut state) = opened();
