@@ -7,6 +7,7 @@ use shorthorn_types::{Generation, Members, ReplicaId, ReplicaReport, View, ViewI
 use shorthorn_views::{Arbiter, ReplicaViews};
 
 use crate::disk::Files;
+use crate::faults::Replacement;
 use crate::net;
 use crate::occurrence::Occurrence;
 use crate::replica::{Judgement, Replica};
@@ -37,17 +38,40 @@ impl Simulation {
         self.trace(|| format!("replica {at} is given up"));
         let mut rng = self.rng.fork();
         self.lose_replica(at, &mut rng);
-        self.put_in_place(place);
+        self.guest.replicas[place] = self.new_replica(self.guest.replicas[place]);
         true
     }
 
     /// Destroys a replica for good, at any time. One with data is always left.
-    pub fn destroy_replica(&mut self, victim: usize, rng: &mut Rng) -> bool {
+    pub fn destroy_replica(&mut self, victim: usize, replacement: Replacement, rng: &mut Rng) -> bool {
         let at = self.victim(victim);
         if self.replicas[at].gone || !self.is_one_left_without(at) || !self.has_room() {
             return false;
         }
+        self.replacement = replacement;
         self.lose_replica(at, rng);
+        true
+    }
+
+    /// Has a lost replica return under its number. It is one more than the volume had. Only one returns: two
+    /// could be the majority of a view from before they were lost.
+    pub fn return_replica(&mut self, victim: usize, for_us: u64) -> bool {
+        let lost: Vec<usize> = (0..self.replicas.len()).filter(|at| self.replicas[*at].gone).collect();
+        let Some(at) = victim.checked_rem(lost.len()).map(|pick| lost[pick]) else { return false };
+        if self.has_returned || !self.controller.up {
+            return false;
+        }
+        self.has_returned = true;
+        self.trace(|| format!("replica {at} returns"));
+        self.replicas[at].gone = false;
+        let id = self.replicas[at].id;
+        if !self.guest.replicas.contains(&id) {
+            self.guest.replicas.push(id);
+            self.wanted_replicas += 1;
+            self.count("lost replicas that return");
+        }
+        let boot = self.fresh();
+        self.after(for_us, Occurrence::StartReplica { replica: at, boot });
         true
     }
 
@@ -71,15 +95,14 @@ impl Simulation {
         self.kill_replica(at, true, 0, rng);
     }
 
-    /// Adds a new replica without any state.
-    fn put_in_place(&mut self, place: usize) {
-        let lost = self.guest.replicas[place];
+    /// Makes a new replica without any state. It only knows that `other` is a replica of the volume.
+    fn new_replica(&mut self, other: ReplicaId) -> ReplicaId {
         let number = self.replicas.len() as u64;
         let id = ReplicaId::from_random(1000 + number);
-        self.trace(|| format!("{id} takes the place of {lost}"));
+        self.trace(|| format!("{id} is made, after {other}"));
         let first = View {
             id: ViewId { generation: Generation::NEVER, number: 0 },
-            members: Members::new([lost]).unwrap_or_default(),
+            members: Members::new([other]).unwrap_or_default(),
         };
         let layout = Layout { is_flat: true, has_zeroes: false, ..self.layout(self.replicas.len()) };
         let (size, seed) = (self.controller.size_bytes, self.rng.u64(..));
@@ -87,9 +110,9 @@ impl Simulation {
         let mut replica = Replica::new(id, size, views, Files::default(), layout, seed);
         replica.limit_known_rot(self.rot_places);
         self.replicas.push(replica);
-        self.guest.replicas[place] = id;
         let replica = self.replicas.len() - 1;
         self.after(1000, Occurrence::Sum { replica, boot: 0, is_read: None });
+        id
     }
 
     fn layout(&self, at: usize) -> Layout {
@@ -113,13 +136,47 @@ impl Simulation {
         let Some(engine) = self.guest.engine.and_then(|engine| self.engines.get(&engine)) else { return };
         let Some(core) = engine.core.as_ref().filter(|core| !core.membership().is_changing()) else { return };
         let members = core.membership().view().members;
+        if !self.controller.up {
+            return;
+        }
         let is_lost = |id: &ReplicaId| {
             !members.contains(*id) && self.replica_index(*id).is_some_and(|at| self.replicas[at].gone)
         };
-        let place = self.guest.replicas.iter().position(is_lost);
-        if let Some(place) = place.filter(|_| self.controller.up) {
-            self.count("replicas replaced after their loss");
-            self.put_in_place(place);
+        let lost = self.guest.replicas.iter().position(is_lost);
+        let are_others_members =
+            self.guest.replicas.iter().all(|replica| is_lost(replica) || members.contains(*replica));
+        self.replace_lost(lost, are_others_members);
+    }
+
+    /// Takes the next step of the replacement of the replica that has the place `lost`, if any.
+    fn replace_lost(&mut self, lost: Option<usize>, are_others_members: bool) {
+        let count = self.guest.replicas.len();
+        let Some(newest) = self.guest.replicas.get(lost.unwrap_or(count.saturating_sub(1))).copied() else {
+            return;
+        };
+        match (lost, self.replacement) {
+            (None, _) if count >= self.wanted_replicas => {}
+            (None, _) => {
+                self.count("replicas replaced after others were given up");
+                let new = self.new_replica(newest);
+                self.guest.replicas.push(new);
+            }
+            (Some(place), Replacement::AtOnce) => {
+                self.count("replicas replaced after their loss");
+                self.guest.replicas[place] = self.new_replica(newest);
+            }
+            (Some(place), Replacement::OldFirst) => {
+                self.guest.replicas.remove(place);
+            }
+            (Some(_), Replacement::NewFirst) if count <= self.wanted_replicas => {
+                self.count("replicas replaced before others are given up");
+                let new = self.new_replica(newest);
+                self.guest.replicas.push(new);
+            }
+            (Some(place), Replacement::NewFirst) if are_others_members => {
+                self.guest.replicas.remove(place);
+            }
+            (Some(_), Replacement::NewFirst) => {}
         }
     }
 

@@ -45,7 +45,13 @@ pub enum Fault {
     /// A replica is given up while all is well, and a new one takes its place.
     Replace { victim: usize },
     /// A replica is gone for good, at the worst of times.
-    Destroy { victim: usize },
+    Destroy {
+        victim: usize,
+        #[serde(default, skip_serializing_if = "Replacement::is_at_once")]
+        replacement: Replacement,
+    },
+    /// A replica that was given up comes back under its number, like that of an undeleted volume.
+    Return { victim: usize, for_us: u64 },
     /// The volume is to be larger: no fault, but it meets them all.
     Expand { blocks: u64 },
     /// A replica process is killed, and its sets of regions are damaged.
@@ -78,6 +84,25 @@ pub enum Fault {
     SaveDisk { victim: usize },
     /// A replica's disk is the copy again.
     RestoreDisk { victim: usize, for_us: u64 },
+}
+
+/// The order in which the controller replaces replicas that are gone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Replacement {
+    /// The engine is given the new replica instead of the other one.
+    #[default]
+    AtOnce,
+    /// The engine is given the new replica first, and the other one is given up when all others are members.
+    NewFirst,
+    /// The other one is given up, and the engine gets the new replica later.
+    OldFirst,
+}
+
+impl Replacement {
+    fn is_at_once(&self) -> bool {
+        *self == Replacement::AtOnce
+    }
 }
 
 /// An operation that a disk fails, or an answer in which its process lies.
@@ -175,6 +200,7 @@ pub enum FaultKind {
     ClockJump,
     Replace,
     Destroy,
+    Return,
     Expand,
     RotSets,
     RotBlocks,
@@ -213,6 +239,7 @@ impl Fault {
             Fault::ClockJump { .. } => "fault: clock jumps",
             Fault::Replace { .. } => "fault: replace replica",
             Fault::Destroy { .. } => "fault: destroy replica",
+            Fault::Return { .. } => "fault: a lost replica returns",
             Fault::Expand { .. } => "fault: expand",
             Fault::RotSets { .. } => "fault: rot sets",
             Fault::RotBlocks { anywhere: true, vanish: false, .. } => "fault: rot anywhere",

@@ -11,7 +11,7 @@ mod scrubs;
 use fastrand::Rng;
 use serde::{Deserialize, Serialize};
 
-use crate::faults::{Fault, FaultKind, FaultyOperation, LieAt};
+use crate::faults::{Fault, FaultKind, FaultyOperation, LieAt, Replacement};
 
 /// The maximum number of replicas in a run, including replacements.
 pub const REPLICAS_MAX: usize = 7;
@@ -83,7 +83,7 @@ fn one() -> u16 {
 const TROUBLE_US: u64 = 15_000_000;
 
 /// The relative probability of each kind of fault.
-const WEIGHTS: [(FaultKind, u32); 40] = [
+const WEIGHTS: [(FaultKind, u32); 41] = [
     (FaultKind::KillReplica, 12),
     (FaultKind::CutPower, 7),
     (FaultKind::KillEngine, 11),
@@ -113,7 +113,8 @@ const WEIGHTS: [(FaultKind, u32); 40] = [
     (FaultKind::PauseReplica, 4),
     (FaultKind::ClockJump, 2),
     (FaultKind::Replace, 2),
-    (FaultKind::Destroy, 1),
+    (FaultKind::Destroy, 2),
+    (FaultKind::Return, 2),
     (FaultKind::HandOver, 6),
     (FaultKind::Expand, 6),
     (FaultKind::RotSets, 2),
@@ -256,7 +257,8 @@ fn choose(kind: FaultKind, rng: &mut Rng) -> Vec<(u64, Fault)> {
         FaultKind::PauseReplica => Fault::PauseReplica { victim, for_us: choose_pause_us(rng) },
         FaultKind::ClockJump => Fault::ClockJump { host, by_ms: rng.u64(100..60_000) },
         FaultKind::Replace => Fault::Replace { victim },
-        FaultKind::Destroy => Fault::Destroy { victim },
+        FaultKind::Destroy => Fault::Destroy { victim, replacement: choose_replacement(rng) },
+        FaultKind::Return => return return_replica(victim, later_us, rng),
         FaultKind::Expand => Fault::Expand { blocks: rng.u64(1..40) },
         FaultKind::RotSets => Fault::RotSets { victim, for_us: rng.u64(5_000..500_000) },
         FaultKind::RotBlocks => {
@@ -271,6 +273,20 @@ fn choose(kind: FaultKind, rng: &mut Rng) -> Vec<(u64, Fault)> {
 
 fn kill_replica(victim: usize, power: bool, rng: &mut Rng) -> Fault {
     Fault::KillReplica { victim, power, for_us: rng.u64(5_000..2_500_000) }
+}
+
+fn choose_replacement(rng: &mut Rng) -> Replacement {
+    [Replacement::AtOnce, Replacement::NewFirst, Replacement::OldFirst][rng.usize(0..3)]
+}
+
+/// Has a replica return that was lost before, or one that is destroyed for that.
+fn return_replica(victim: usize, later_us: u64, rng: &mut Rng) -> Vec<(u64, Fault)> {
+    let back = Fault::Return { victim, for_us: rng.u64(5_000..500_000) };
+    if rng.bool() {
+        return vec![(0, back)];
+    }
+    let destroy = Fault::Destroy { victim, replacement: choose_replacement(rng) };
+    vec![(0, destroy), (later_us, back)]
 }
 
 fn half_open(rng: &mut Rng) -> Fault {

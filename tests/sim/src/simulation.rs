@@ -10,7 +10,7 @@ use shorthorn_views::Arbiter;
 
 use crate::RunOptions;
 use crate::engine::{EngineProc, HostState};
-use crate::faults::Fault;
+use crate::faults::{Fault, Replacement};
 use crate::guest::{Guest, Outstanding};
 use crate::net::{Conn, ConnId, Cut, CutScope, Direction, NetMessage, ReplicaAnswer};
 use crate::occurrence::Occurrence;
@@ -56,6 +56,12 @@ pub struct Simulation {
     pub controller: Controller,
     /// An earlier copy of the controller's store.
     pub saved_controller: Option<Controller>,
+    /// The order in which replicas that are gone are replaced.
+    pub replacement: Replacement,
+    /// The number of replicas that the volume is to have.
+    pub wanted_replicas: usize,
+    /// True if a replica has returned that was given up.
+    pub has_returned: bool,
     pub guest: Guest,
     /// The requests in flight when the guest moved: they may happen until the next engine serves.
     pub guest_forgot: Vec<Outstanding>,
@@ -123,6 +129,9 @@ impl Simulation {
                 size_bytes: guest.size_bytes,
             },
             saved_controller: None,
+            replacement: Replacement::default(),
+            wanted_replicas: guest.replicas.len(),
+            has_returned: false,
             guest,
             guest_forgot: Vec::new(),
             checker,

@@ -55,7 +55,8 @@ impl Simulation {
                 self.hosts[host].engine.is_some()
             }
             Fault::Replace { victim } => self.replace_replica(victim),
-            Fault::Destroy { victim } => self.destroy_replica(victim, rng),
+            Fault::Destroy { victim, replacement } => self.destroy_replica(victim, replacement, rng),
+            Fault::Return { victim, for_us } => self.return_replica(victim, for_us),
             Fault::Expand { blocks } => self.expand_volume(blocks),
             Fault::LoseState { host } => self.lose_state(host),
             Fault::SaveController => {
