@@ -46,6 +46,8 @@ pub enum TaskWork {
 /// An io_uring that belongs to the thread that made it.
 pub struct Ring {
     ring: IoUring,
+    /// True if the kernel has accepted [`TaskWork::Deferred`].
+    is_deferred: bool,
     /// Entries that found the submission queue full; they go in before any new one.
     overflow: VecDeque<Entry>,
     /// [`ENTER_NO_IOWAIT`], if the kernel knows it.
@@ -81,19 +83,27 @@ impl Ring {
             TaskWork::Cooperative => builder.setup_coop_taskrun(),
         };
         let best = builder.build(entries);
-        let ring = match best {
+        let (ring, is_deferred) = match best {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-                IoUring::builder().setup_cqsize(entries * 4).build(entries)?
+                (IoUring::builder().setup_cqsize(entries * 4).build(entries)?, false)
             }
-            other => other?,
+            other => (other?, task_work == TaskWork::Deferred),
         };
         let no_iowait = no_iowait_of(&ring);
         Ok(Ring {
             ring,
+            is_deferred,
             overflow: VecDeque::with_capacity(entries as usize),
             no_iowait,
             expiration: Box::default(),
         })
+    }
+
+    /// Returns true if a driver touches the memory of its commands only while the thread is in [`Ring::wait`].
+    /// Without [`TaskWork::Deferred`] it may do so at the end of any system call of the thread.
+    #[must_use]
+    pub fn is_deferred(&self) -> bool {
+        self.is_deferred
     }
 
     /// Leaves the ring to the kernel, which closes it when the process has ended. A driver that has commands
@@ -267,7 +277,9 @@ mod tests {
     #[test]
     fn reads_back_written_data() {
         for task_work in [TaskWork::Deferred, TaskWork::Cooperative] {
-            reads_back(Ring::with(2, task_work).unwrap());
+            let ring = Ring::with(2, task_work).unwrap();
+            assert!(task_work == TaskWork::Deferred || !ring.is_deferred());
+            reads_back(ring);
         }
     }
 

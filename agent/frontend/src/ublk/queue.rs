@@ -36,6 +36,8 @@ pub(super) struct UblkQueue {
     zeroes: Box<[Option<ByteRange>]>,
     /// For the ring of its thread.
     task_work: TaskWork,
+    /// True if the driver copies data only while the thread waits: see [`UblkQueue::is_idle`].
+    is_deferred: bool,
     /// True if requests are left to the next process.
     is_quiesced: bool,
     /// Tags that the driver will give no more requests for.
@@ -68,6 +70,7 @@ impl UblkQueue {
                 true => TaskWork::Deferred,
                 false => TaskWork::Cooperative,
             },
+            is_deferred: false,
             is_quiesced: false,
             ended: 0,
             fetching,
@@ -160,6 +163,7 @@ impl QueueFrontend for UblkQueue {
     }
 
     fn start(&mut self, io: &mut QueueIo<'_>) -> io::Result<()> {
+        self.is_deferred = io.ring.is_deferred();
         let started = self.fetch_all(io);
         self.fetching.record(&started);
         started
@@ -213,9 +217,9 @@ impl QueueFrontend for UblkQueue {
     }
 
     fn is_idle(&self) -> bool {
-        // The driver copies while it takes a command, and before it completes one: the tag has a request in
-        // between.
-        true
+        // The driver copies the data of a write into its slot before it completes the command. With another
+        // ring this happens at the end of any system call of this thread, even of those that release memory.
+        self.is_deferred
     }
 }
 
@@ -371,6 +375,22 @@ mod tests {
         assert_eq!(ask(abi::IO_OP_WRITE_ZEROES | other_flags, 8, 8), Ok((zeroes, 4096, 4096, 0)));
         assert_eq!(ask(4, 0, 8), Err(Errno::NOT_SUPPORTED), "WRITE_SAME");
         assert_eq!(ask(18, 0, 8), Err(Errno::NOT_SUPPORTED), "REPORT_ZONES");
+    }
+
+    /// Memory that is released just when the driver has copied a write into it would lose that write.
+    #[test]
+    fn without_deferred_task_work_the_memory_of_slots_is_never_released() {
+        let arena = shorthorn_ring::Arena::new(1, 4096).unwrap();
+        for task_work in [TaskWork::Cooperative, TaskWork::Deferred] {
+            let mut ring = shorthorn_ring::Ring::with(8, task_work).unwrap();
+            let device = Arc::new(OwnedFd::from(std::fs::File::open("/dev/null").unwrap()));
+            let mut queue =
+                UblkQueue::new(device, 0, 1, 4096, Arc::new(AtomicU64::new(SIZE)), Arc::default());
+            let (requests, refusals) = (&mut Vec::new(), &mut Vec::new());
+            let mut io = QueueIo { ring: &mut ring, arena: &arena, requests, refusals };
+            assert!(queue.start(&mut io).is_err(), "it has no descriptors");
+            assert_eq!(queue.is_idle(), task_work == TaskWork::Deferred && ring.is_deferred());
+        }
     }
 
     #[test]
