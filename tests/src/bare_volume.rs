@@ -100,6 +100,7 @@ impl BareVolume {
                 directory: self.directory(index),
                 size_bytes: self.options.size_bytes,
                 create: true,
+                create_once: false,
                 first_members: Members::new(self.ids.iter().copied())?,
                 secret: SECRET,
                 data_socket: self.file(index, "data"),

@@ -33,6 +33,10 @@ pub struct ReplicaSpec {
     pub size_bytes: u64,
     /// True if a missing directory may be made.
     pub create: bool,
+    /// True if a process makes the directory only once until the host boots. A directory that is missing
+    /// afterwards is on a disk that is not mounted. A record beside the control socket says that it was made.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub create_once: bool,
     /// Members of the view that the volume was created with.
     pub first_members: Members,
     /// Secret of the volume.

@@ -1,5 +1,6 @@
 //! Runs a replica process: reads the spec, serves, and leaves a clean directory.
 
+use std::fs;
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
@@ -99,7 +100,9 @@ fn block_signals() -> Result<SignalFd, ReplicaError> {
 fn open_store(spec: &ReplicaSpec) -> Result<Store, ReplicaError> {
     let directory = &spec.directory;
     let there = directory.join("volume.meta").exists();
-    if !there && !spec.create {
+    let creation_record = spec.control_socket.with_extension("created");
+    let was_created = spec.create_once && creation_record.exists();
+    if !there && (!spec.create || was_created) {
         return Err(ReplicaError::Missing(directory.clone()));
     }
     // With systemd, sockets are in /run, which does not depend on the failing disk, and is cleared with the
@@ -113,6 +116,10 @@ fn open_store(spec: &ReplicaSpec) -> Result<Store, ReplicaError> {
         let size_bytes = spec.size_bytes;
         Store::create(directory, CreateOptions { size_bytes, loss_record, ..CreateOptions::default() })?
     };
+    if spec.create && spec.create_once {
+        let written = fs::write(&creation_record, "");
+        written.map_err(|source| ReplicaError::system("record that the directory was made", source))?;
+    }
     for repair in store.info().repairs {
         tracing::warn!("{repair}");
     }

@@ -117,6 +117,7 @@ mod tests {
             directory: directory.to_owned(),
             size_bytes: 1 << 20,
             create: false,
+            create_once: false,
             first_members: Members::new([ReplicaId::from_random(1)]).unwrap(),
             secret: Secret::new([1; 32]),
             data_socket: "/data".into(),

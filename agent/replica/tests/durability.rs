@@ -269,3 +269,19 @@ fn directories_that_must_not_be_served_are_refused_with_a_reason() {
     std::fs::rename(base.path().join("new"), good.directory.join("volume.meta")).unwrap();
     assert!(reason(good).contains("was opened by another program"));
 }
+
+/// The supervisor starts the process again while the disk is not mounted.
+#[test]
+fn a_directory_that_was_made_once_is_not_made_again() {
+    let base = base();
+    let mut spec = spec(base.path(), MIB);
+    spec.create_once = true;
+    Replica::start(&spec).kill();
+    let away = base.path().join("away");
+    std::fs::rename(&spec.directory, &away).unwrap();
+    let refused = Replica::try_start(&spec).err().unwrap();
+    assert!(refused.contains("holds no replica"), "{refused}");
+    assert!(!spec.directory.exists());
+    std::fs::rename(&away, &spec.directory).unwrap();
+    Replica::start(&spec);
+}

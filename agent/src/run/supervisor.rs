@@ -263,6 +263,7 @@ fn replica_spec(
         directory: volume.replica_dir(id),
         size_bytes: file.size_bytes,
         create: !file.initialised,
+        create_once: false,
         first_members: first_members.map_err(|error| {
             let source = std::io::Error::new(std::io::ErrorKind::InvalidData, error);
             RunError::Io { path: volume.path().join("volume.json"), source }

@@ -275,6 +275,7 @@ impl Files<'_> {
                 directory: replica_directory(&self.disks[replica]),
                 size_bytes: SIZE_BYTES,
                 create: true,
+                create_once: false,
                 first_members: Members::new(ids.iter().copied())?,
                 secret: secret.clone(),
                 data_socket: self.file(replica, "data"),

@@ -137,6 +137,7 @@ fn the_port_of_a_volume_that_encrypts_answers_no_stranger() -> Result<()> {
         directory: dir.join("replica"),
         size_bytes: 64 << 20,
         create: true,
+        create_once: false,
         first_members: Members::new([replica])?,
         secret: Secret::new([0x5a; 32]),
         data_socket: dir.join("data"),

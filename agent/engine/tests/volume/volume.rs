@@ -138,6 +138,7 @@ impl Volume {
             directory: self.place(number),
             size_bytes: self.size_bytes,
             create: true,
+            create_once: false,
             first_members: Members::new((0..self.first).map(Volume::id)).unwrap(),
             secret: Secret::new([7; 32]),
             data_socket: self.file(&format!("data{number}")),

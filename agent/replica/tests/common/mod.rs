@@ -42,6 +42,7 @@ pub fn spec(base: &Path, size_bytes: u64) -> ReplicaSpec {
         directory: base.join("v1-00000007"),
         size_bytes,
         create: true,
+        create_once: false,
         first_members: Members::new([replica, ReplicaId::from_random(8)]).unwrap(),
         secret: Secret::new(SECRET),
         data_socket: base.join("data.sock"),

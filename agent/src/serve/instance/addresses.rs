@@ -191,6 +191,7 @@ mod tests {
             directory: "/data/v1".into(),
             size_bytes: 1 << 20,
             create: false,
+            create_once: false,
             first_members: Members::new([id]).unwrap(),
             secret: Secret::new([1; 32]),
             data_socket: "/data.sock".into(),

@@ -281,6 +281,7 @@ impl Hub {
     async fn forget(&self, id: &InstanceId) -> Result<(), NodeError> {
         let path = self.paths.spec(id);
         blocking(move || remove_durably(&path).map_err(NodeError::at(&path))).await?;
+        self.paths.remove_creation_record(id);
         self.table.remove(id);
         self.revisions.lock().unwrap_or_else(PoisonError::into_inner).remove(id);
         Ok(())

@@ -164,6 +164,16 @@ impl InstancePaths {
         }
     }
 
+    /// Removes the record that the process of a replica has made its directory.
+    pub fn remove_creation_record(&self, id: &InstanceId) {
+        let path = self.runtime_file(id, "created");
+        if let Err(error) = fs::remove_file(&path)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!("{}: {error}", path.display());
+        }
+    }
+
     /// Removes the pid files that no process holds.
     ///
     /// # Errors

@@ -90,6 +90,7 @@ impl Spec {
             directory: disk.join("replicas").join(id.name()),
             size_bytes: volume_size(request.size_bytes)?,
             create: request.create,
+            create_once: true,
             first_members: Members::new(members)?,
             secret: secret(&request.secret)?,
             data_socket: paths.data(&id)?,
