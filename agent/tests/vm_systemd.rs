@@ -11,11 +11,14 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use common::node::{REPLICAS, connect, endpoint, list, pid, replica, running, start_volume, stop, wait_for};
+use common::node::{
+    self, REPLICAS, connect, endpoint, list, pid, replica, running, start_volume, stop, wait_for,
+};
 use common::{lives, signal_to, wait_for_end};
 use nix::sys::signal::Signal;
+use shorthorn_api::v1::instance::Detail;
 use shorthorn_api::v1::node_client::NodeClient;
-use shorthorn_api::v1::{self, InstanceKind, InstanceState};
+use shorthorn_api::v1::{self, InstanceKind, InstanceState, MemberMode};
 use shorthorn_vmkit::{Kernel, Vm, VmOptions};
 use tonic::Code;
 use tonic::transport::Channel;
@@ -67,6 +70,8 @@ fn units_of_systemd() -> anyhow::Result<()> {
     // The machine is slow: 20 starts take it longer than a minute.
     let limit = "/run/systemd/system/shorthorn-replica@v1-0000000c.service.d/limit.conf";
     vm.sh(&format!("mkdir -p $(dirname {limit}) && printf '[Unit]\\nStartLimitBurst=3\\n' > {limit}"))?;
+    // The kernel grants a queue for each of its two processors.
+    vm.sh("mkdir -p /etc/shorthorn && echo 'queues = 4' > /etc/shorthorn/agent.toml")?;
     vm.sh("systemctl daemon-reload && systemctl start shorthorn-agent")?;
     let test = format!("{INSIDE}=1 /root/test --exact inside --nocapture");
     let done = vm.command(&test).limit(Duration::from_secs(300)).run()?;
@@ -113,10 +118,12 @@ async fn inside() {
     fs::write("/root/random", vec![0xa5; 1 << 20]).unwrap();
     sh("dd if=/root/random of=/dev/longhorn/v1 bs=64k oflag=direct status=none");
     instances_have_the_settings_of_the_units(&list(&mut client).await);
+    lose_a_replica(&mut client).await;
     let mut client = kill_the_agent(socket, client).await;
     let second = kill_the_engine(&first, &mut client).await;
     refuse_while_in_use(&second, &mut client).await;
     give_up_and_continue(&mut client).await;
+    attach_anew_in_use(&second, &mut client).await;
     depose_the_engine(&mut client).await;
     stop_all(&mut client).await;
 }
@@ -145,6 +152,23 @@ fn instances_have_the_settings_of_the_units(instances: &[v1::Instance]) {
     }
     sh("udevadm info --query=property $(readlink -f /sys/dev/block/$(stat -c %Hr:%Lr /dev/longhorn/v1)) \
         | grep -qx UDISKS_IGNORE=1");
+}
+
+/// Tests a replica that comes back to the first engine, whose device has fewer queues than were requested.
+async fn lose_a_replica(client: &mut NodeClient<Channel>) {
+    sh("test $(ls /sys/block/ublkb0/mq | wc -l) = 2");
+    let replica = wait_for(client, "v1-0000000b", running).await;
+    signal_to(pid(&replica), Signal::SIGKILL);
+    // The write waits until the engine continues without it.
+    sh("dd if=/root/random of=/dev/longhorn/v1 bs=64k oflag=direct status=none");
+    let has_both = |engine: &v1::Instance| match &engine.detail {
+        Some(Detail::Engine(engine)) => {
+            engine.members.len() == 2
+                && engine.members.iter().all(|member| member.mode() == MemberMode::Member)
+        }
+        _ => false,
+    };
+    wait_for(client, "v1", has_both).await;
 }
 
 async fn kill_the_agent(socket: &Path, mut client: NodeClient<Channel>) -> NodeClient<Channel> {
@@ -197,6 +221,23 @@ async fn give_up_and_continue(client: &mut NodeClient<Channel>) {
     assert_eq!(list(client).await.len(), 3);
 }
 
+/// Tests a number of attachment that was drawn although the volume was nowhere else: the mounted device
+/// continues with the next engine.
+async fn attach_anew_in_use(engine: &v1::Instance, client: &mut NodeClient<Channel>) {
+    sh("mount /dev/longhorn/v1 /mnt && echo before > /mnt/before && sync");
+    let device = fs::read_link("/sys/block/ublkb0").unwrap();
+    let all = list(client).await;
+    let replicas: Vec<v1::Instance> =
+        all.into_iter().filter(|instance| instance.kind() == InstanceKind::Replica).collect();
+    let next = v1::StartEngineRequest { continues: 1, ..node::engine(2, &replicas, "auto") };
+    client.start_engine(next).await.unwrap();
+    let again = wait_for(client, "v1", |again| running(again) && again.pid != engine.pid).await;
+    assert_eq!(endpoint(&again), Path::new(DEVICE));
+    sh("echo after > /mnt/after && sync --data /mnt/after && echo 3 > /proc/sys/vm/drop_caches && \
+        grep -qx before /mnt/before && umount /mnt && e2fsck -fn /dev/longhorn/v1");
+    assert_eq!(fs::read_link("/sys/block/ublkb0").unwrap(), device, "the device was made anew");
+}
+
 /// Tests a volume that is wanted elsewhere, and whose replicas refuse the engine here. The user of the device
 /// gets errors, because waiting would never end.
 async fn depose_the_engine(client: &mut NodeClient<Channel>) {
@@ -213,7 +254,7 @@ async fn depose_the_engine(client: &mut NodeClient<Channel>) {
 
 async fn stop_all(client: &mut NodeClient<Channel>) {
     let pids: Vec<u32> = list(client).await.iter().map(pid).filter(|pid| *pid != 0).collect();
-    client.stop_instance(stop(InstanceKind::Engine, "v1", 1)).await.unwrap();
+    client.stop_instance(stop(InstanceKind::Engine, "v1", 2)).await.unwrap();
     assert!(!Path::new(DEVICE).exists());
     for id in REPLICAS {
         client.stop_instance(stop(InstanceKind::Replica, &format!("v1-{id}"), 0)).await.unwrap();

@@ -98,9 +98,7 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     }
     let (sender, events) = mpsc::channel();
     watch_signals(sender.clone())?;
-    // A device of the kernel ends with its attachment; clients of a socket may stay for the next one.
-    let continues = spec.continues.filter(|_| spec.frontend == FrontendChoice::Socket);
-    let state = EngineState::open(&spec.state_file, spec.attach, continues)?;
+    let state = EngineState::open(&spec.state_file, spec.attach, spec.continues)?;
     let sockets = handover::take_over(state.predecessor());
     if let Some(record) = state.device().filter(|record| record.kind != FrontendKind::Socket) {
         // A device that is recovered keeps its queues.
@@ -118,12 +116,21 @@ pub fn run(spec_file: &Path) -> Result<Ended, EngineError> {
     let result = EngineProcess { begin, spec, state, sockets, publisher: &publisher, sender, events }.run();
     if let Err(error) = &result {
         publish(&publisher, |engine| {
-            let frozen = matches!(error, EngineError::Frozen(_));
-            engine.phase = if frozen { EnginePhase::Frozen } else { EnginePhase::Stopped };
+            engine.phase = phase_after(error).unwrap_or(engine.phase);
             engine.message = error.to_string();
         });
     }
     result
+}
+
+/// Returns the phase in which a process ends with `error`. After an error without one, the service manager
+/// starts the next process of this attachment, which continues with the device.
+fn phase_after(error: &EngineError) -> Option<EnginePhase> {
+    match error {
+        EngineError::Frozen(_) => Some(EnginePhase::Frozen),
+        EngineError::Deposed { .. } => Some(EnginePhase::Stopped),
+        _ => None,
+    }
 }
 
 fn check(spec: &EngineSpec) -> Result<(), EngineError> {
@@ -236,6 +243,15 @@ impl EngineProcess<'_> {
                 return Ok(Ended::LeftToNext);
             }
         };
+        let newest = opened.volume.last_view.id.generation;
+        if self.state.was_served_elsewhere(newest) {
+            tracing::error!(
+                volume = %self.spec.volume, %newest,
+                "the volume was served elsewhere since: requests that the device holds back fail"
+            );
+            self.sockets.clear();
+            self.discard_device()?;
+        }
         self.show_opened(&opened);
         let opened_ms = self.begin.elapsed().as_millis();
         let Prepared { queues, mut device } =
@@ -245,6 +261,8 @@ impl EngineProcess<'_> {
         self.state.record_live_device(device.record())?;
         let prepared_ms = self.begin.elapsed().as_millis();
         let record = device.record();
+        // The kernel may grant fewer than were requested. Rebuild tasks connect each queue.
+        (self.spec.queues, self.spec.depth) = (record.queues, record.depth);
         let counters: Vec<Arc<QueueCounters>> = queues.iter().map(|_| Arc::default()).collect();
         let (shared, threads) =
             start_queues(&self.spec, &mut opened, queues, &counters, &record, self.sender.clone())?;
@@ -548,6 +566,17 @@ fn context(spec: &EngineSpec, opened: &OpenedVolume, shared: Arc<SharedCore>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The controller attaches a stopped engine anew, by the next number.
+    #[test]
+    fn only_a_deposed_engine_ends_for_good() {
+        let generation = Generation::new(1, 0);
+        let deposed = EngineError::Deposed { generation, holder: Generation::new(2, 0) };
+        assert_eq!(phase_after(&deposed), Some(EnginePhase::Stopped));
+        assert_eq!(phase_after(&EngineError::Frozen(String::new())), Some(EnginePhase::Frozen));
+        let passing = EngineError::system("starting a thread")(std::io::Error::other("EAGAIN"));
+        assert_eq!(phase_after(&passing), None);
+    }
 
     #[test]
     fn a_new_device_of_nbd_or_iscsi_has_one_queue() {

@@ -42,7 +42,7 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 pub struct EngineState {
     path: PathBuf,
     content: Content,
-    /// The last generation of the process before this one, if that was of the same attachment.
+    /// The last generation of the process before this one, if the volume has had its users since then.
     predecessor: Option<Generation>,
     /// This boot of the host, if the kernel reports it.
     boot: Option<String>,
@@ -74,21 +74,24 @@ impl EngineState {
         if attach < known {
             return Err(EngineError::Outdated { asked: attach, known });
         }
-        let predecessor = Some(content.generation).filter(|last| last.attach == attach);
         let boot = fs::read_to_string(BOOT_ID).ok().map(|text| text.trim().to_owned());
         let boot = boot.filter(|boot| !boot.is_empty());
         let (path, stored) = (path.to_owned(), None);
-        let mut state = EngineState { path, content, predecessor, boot, stored, _lock: lock };
-        if !state.has_users(attach, continues) {
+        let mut state = EngineState { path, content, predecessor: None, boot, stored, _lock: lock };
+        let has_users = state.has_users(attach, continues);
+        state.predecessor = Some(state.content.generation).filter(|_| has_users || attach == known);
+        if !has_users {
             (state.content.live_boot, state.content.lost_writes) = (None, false);
         } else if state.content.live_boot.is_none() {
             state.content.live_boot = Some(String::new()); // an earlier version did not store which
         }
         if attach > known {
             state.content.generation = drawn(Generation::new(attach, 0))?;
-            // The volume may have been attached elsewhere since: requests that an old device still holds back
-            // must never be written now.
-            state.content.device = None;
+            if !has_users {
+                // The volume may have been attached elsewhere since: requests that an old device still holds
+                // back must never be written now.
+                state.content.device = None;
+            }
             state.store()?;
         } else {
             state.next_generation()?;
@@ -101,10 +104,17 @@ impl EngineState {
         self.content.generation
     }
 
-    /// Returns the last generation of the process before this one, or none if this is the first of its
-    /// attachment. Sockets handed over by other processes are not for this one.
+    /// Returns the last generation of the process before this one, or none if its device does not continue.
+    /// Sockets handed over by other processes are not for this one.
     pub fn predecessor(&self) -> Option<Generation> {
         self.predecessor
+    }
+
+    /// Returns true if an engine of an attachment between the last one here and this one has served. `newest`
+    /// is the generation of the last committed view. Requests that a device here still holds back are older.
+    pub fn was_served_elsewhere(&self, newest: Generation) -> bool {
+        let own = self.content.generation.attach;
+        self.predecessor.is_some_and(|last| last.attach < newest.attach && newest.attach < own)
     }
 
     /// Takes the next generation: durable before it is used.
@@ -411,6 +421,24 @@ mod tests {
         assert!(open(3, None).lost_writes() && open(3, None).was_live());
         assert!(open(4, Some(2)).lost_writes(), "another number, but the volume was not detached");
         assert!(!open(5, Some(5)).lost_writes() && !open(5, Some(5)).was_live());
+    }
+
+    #[test]
+    fn a_device_continues_with_the_next_number_if_the_volume_was_attached_nowhere_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.state");
+        let open = |attach, continues| EngineState::open(&path, attach, continues).unwrap();
+        drop(lost(&path));
+        let state = open(4, Some(2));
+        let before = Generation::new(3, 0);
+        assert_eq!((state.device(), state.predecessor().unwrap().attach), (Some(&record()), before.attach));
+        assert!(!state.was_served_elsewhere(before) && !state.was_served_elsewhere(Generation::new(4, 0)));
+        drop(state);
+        let state = open(6, Some(2));
+        assert!(state.device().is_some() && state.was_served_elsewhere(Generation::new(5, 1)));
+        drop(state);
+        let state = open(7, Some(7));
+        assert_eq!((state.device(), state.predecessor()), (None, None), "it was elsewhere meanwhile");
     }
 
     #[test]

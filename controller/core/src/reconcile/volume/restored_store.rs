@@ -28,6 +28,10 @@ impl VolumeReconciler<'_> {
         }
         let next = self.draw_attach();
         self.status.mark_arbiter_stale(next);
+        if self.objects.shown_engine_attach() < Some(refused) {
+            // The volume may have been attached elsewhere since the backup: a device here may be older.
+            self.status.begin_stay();
+        }
         if self.stored.status.state == VolumeState::Attached {
             self.enter(VolumeState::Attaching);
         }

@@ -253,6 +253,27 @@ fn restored(state: VolumeState) -> Lost {
     lost
 }
 
+/// A device of an engine that is older than the newest one known may hold back requests from before that.
+#[test]
+fn a_device_continues_after_a_restore_only_with_the_newest_engine() {
+    for (shown, since) in [(None, OLD + 8), (Some(OLD), OLD + 8), (Some(OLD + 7), OLD)] {
+        let mut lost = restored(VolumeState::Attached);
+        lost.change(|volume| volume.status.attached_since = Some(OLD));
+        let engine = crate::observed::ObservedEngine { attach: shown, ..Default::default() };
+        let instance = Instance {
+            state: InstanceState::Running,
+            message: None,
+            detail: Detail::Engine(Box::new(engine)),
+        };
+        let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
+        lost.agents.get_mut(&node(1)).unwrap().instances.insert(key, instance);
+        lost.replica_says(1, OLD + 7, view(OLD + 7, 1, &[0, 1]));
+        lost.run();
+        assert_eq!(lost.volume().status.attach, Some(OLD + 8));
+        assert_eq!(lost.volume().status.attached_since, Some(since), "an engine of {shown:?}");
+    }
+}
+
 fn stale_since(lost: &Lost) -> Option<u64> {
     lost.volume().status.arbiter.stale_since()
 }
