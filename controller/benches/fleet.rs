@@ -25,7 +25,7 @@
     reason = "a benchmark ends if an assumption of it is wrong"
 )]
 
-#[path = "../tests/support/agent.rs"]
+#[path = "../tests/cluster/support/agent.rs"]
 mod agent;
 #[path = "fleet/api_server.rs"]
 mod api_server;

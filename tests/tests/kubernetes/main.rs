@@ -114,7 +114,7 @@ fn it_is_attached_with_few_calls(cluster: &Cluster) -> Result<()> {
 }
 
 /// Tests that shorthornctl finds the leader by its Lease, with the rights of the controller, and asks for a
-/// port of its pod. No kubelet forwards one here: controller/tests/laptop.rs has a stand-in for that.
+/// port of its pod. No kubelet forwards one here: controller/tests/cluster/laptop.rs has a stand-in for that.
 fn the_leader_is_found(cluster: &Cluster) -> Result<()> {
     let kubeconfig = cluster.api.kubeconfig()?.display().to_string();
     let list = ["--kubeconfig", &kubeconfig, "volume", "list"];

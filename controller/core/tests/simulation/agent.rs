@@ -1,5 +1,5 @@
 //! A simulated agent: the rules by which it answers the calls of a controller. progress.rs has the engines on
-//! it. The fake agent of controller/tests/support serves the same rules with the API of node.proto.
+//! it. The fake agent of controller/tests/cluster/support serves the same rules with the API of node.proto.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -172,7 +172,7 @@ pub const BLOCKS: &[(&str, Entries)] = &[
         "docs/security.md",
         &[(
             "shorthornctl --server https://controller.example:9521 --tls-identity ann.pem status",
-            Parsed("needs a name in DNS: controller/tests/tls.rs connects to an address"),
+            Parsed("needs a name in DNS: controller/tests/cluster/tls.rs connects to an address"),
         )],
     ),
     (

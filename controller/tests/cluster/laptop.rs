@@ -1,19 +1,14 @@
 //! shorthornctl on a laptop: through an API server to the pod that leads. The API server is a stand-in, and
 //! the controller behind the forwarded port is the real one.
-#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
-
-#[path = "support/apiserver.rs"]
-mod apiserver;
-mod support;
 
 use std::io::Read;
 use std::path::Path;
 use std::process::Output;
 
-use apiserver::StandIn;
+use crate::support::apiserver::StandIn;
 use serde_json::{Value, json};
 use shorthorn_testkit::binary;
-use support::cluster::Cluster;
+use crate::support::cluster::Cluster;
 use tokio::process::Command;
 
 const NAMESPACE: &str = "shorthorn-system";
@@ -54,7 +49,7 @@ impl Laptop {
         let mut command = Command::new(program);
         command.args(words).env("KUBECONFIG", self.cluster.path("kubeconfig"));
         command.env_remove("SHORTHORN_SERVER").current_dir(self.cluster.directory.path());
-        tokio::time::timeout(support::cluster::LIMIT, command.output()).await.unwrap().unwrap()
+        tokio::time::timeout(crate::support::cluster::LIMIT, command.output()).await.unwrap().unwrap()
     }
 
     async fn ctl(&self, words: &[&str]) -> Output {

@@ -1,5 +1,4 @@
 //! Tests that a volume that Kubernetes has attached is not detached by hand without force.
-#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 use std::sync::Arc;
 

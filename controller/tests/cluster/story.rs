@@ -1,9 +1,6 @@
 //! The real controller and the real shorthornctl over agents in memory.
-#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
-mod support;
-
-use support::cluster::Cluster;
+use crate::support::cluster::Cluster;
 
 fn condition<'a>(volume: &'a serde_json::Value, kind: &str) -> &'a serde_json::Value {
     let conditions = volume["conditions"].as_array().unwrap();

@@ -8,7 +8,7 @@ use tonic::Code;
 
 use crate::support::cluster::{Cluster, LIMIT};
 use crate::support::csi::*;
-use crate::{Cases, GIB, caller, parameter, with_mode};
+use super::{Cases, GIB, caller, parameter, with_mode};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn volumes_are_listed_page_by_page() {

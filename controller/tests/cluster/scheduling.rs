@@ -1,7 +1,4 @@
 //! Tests the places of replicas and drains, through the controller process and shorthornctl.
-#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
-
-mod support;
 
 use std::sync::Arc;
 
@@ -10,8 +7,8 @@ use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
 use shorthorn_testkit::metrics::{get, samples, value};
 use shorthorn_testkit::waiting::wait_for_async;
-use support::agent::FakeAgent;
-use support::cluster::{Cluster, LIMIT};
+use crate::support::agent::FakeAgent;
+use crate::support::cluster::{Cluster, LIMIT};
 use tonic::transport::Endpoint;
 
 fn nodes_of(volume: &Value) -> Vec<String> {

@@ -2,6 +2,7 @@
 #![allow(dead_code)]
 
 pub mod agent;
+pub mod apiserver;
 pub mod cluster;
 pub mod csi;
 pub mod tls_agent;

@@ -5,7 +5,7 @@
 mod messages;
 #[path = "agent/service.rs"]
 mod service;
-#[path = "../../core/tests/simulation/agent.rs"]
+#[path = "../../../core/tests/simulation/agent.rs"]
 mod simulated;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};

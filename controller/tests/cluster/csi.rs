@@ -1,13 +1,10 @@
 //! The Controller service of CSI on the real controller, over agents in memory; and over a store alone,
 //! if the tests play the reconcilers.
-#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
 mod creation;
 mod kills;
 mod lists;
 mod store_alone;
-#[path = "../support/mod.rs"]
-mod support;
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
@@ -17,8 +14,8 @@ use shorthorn_api::csi::v1::identity_server::Identity as _;
 use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
 use shorthorn_api::csi::v1::volume_capability::{AccessType, BlockVolume};
 use shorthorn_csi::{DRIVER_NAME, IdentityService};
-use support::cluster::Cluster;
-use support::csi::*;
+use crate::support::cluster::Cluster;
+use crate::support::csi::*;
 use tonic::{Code, Request};
 
 const GIB: i64 = 1 << 30;

@@ -1,7 +1,4 @@
 //! Tests events beside an undeletion, and beside the deletion before it.
-#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
-
-mod support;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -26,7 +23,7 @@ use shorthorn_controller_core::undelete::DeletionRecord;
 use shorthorn_controller_core::{ClusterState, NodeName, Timestamp};
 use shorthorn_testkit::waiting::wait_for_async;
 use shorthorn_types::ReplicaId;
-use support::agent::{FakeAgent, Truth};
+use crate::support::agent::{FakeAgent, Truth};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio::task::JoinSet;
 use tonic::{Code, Request};

@@ -1,12 +1,9 @@
 //! Kills the real controller with SIGKILL, again and again, while everything continues.
-#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
-
-mod support;
 
 use std::time::Duration;
 
 use shorthorn_testkit::Random;
-use support::cluster::{Cluster, LIMIT};
+use crate::support::cluster::{Cluster, LIMIT};
 use tokio::time::{Instant, sleep, timeout};
 
 /// Runs a command while the controller is killed under it up to three times; repeats it until it works.

@@ -11,7 +11,7 @@ use tonic::Code;
 
 use crate::support::cluster::{Cluster, LIMIT};
 use crate::support::csi::*;
-use crate::{Cases, GIB, caller, parameter, with_mode};
+use super::{Cases, GIB, caller, parameter, with_mode};
 
 type Create = v1::CreateVolumeRequest;
 

@@ -1,7 +1,4 @@
 //! The real controller and the real shorthornctl with TLS around an agent in memory.
-#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
-
-mod support;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -16,9 +13,9 @@ use shorthorn_pki::{Bundle, Connector, Credentials, Pin, PrivateKey, Role, load}
 use shorthorn_testkit::binary;
 use shorthorn_testkit::metrics::own_address;
 use shorthorn_testkit::waiting::wait_for_async;
-use support::agent::FakeAgent;
-use support::cluster::LIMIT;
-use support::tls_agent::{TlsAgent, enrol, enrol_with_pin};
+use crate::support::agent::FakeAgent;
+use crate::support::cluster::LIMIT;
+use crate::support::tls_agent::{TlsAgent, enrol, enrol_with_pin};
 use tokio::net::{TcpListener, UnixDatagram};
 use tokio::process::{Child, Command};
 use tokio::time::timeout;

@@ -1,11 +1,8 @@
 //! Tests the daily use of shorthornctl: lists, problems, places of replicas. The real programs run over
 //! agents in memory.
-#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
-
-mod support;
 
 use serde_json::Value;
-use support::cluster::{Cluster, LIMIT};
+use crate::support::cluster::{Cluster, LIMIT};
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::time::timeout;
 

@@ -1,14 +1,11 @@
 //! Tests the metrics and the health of the controller.
-#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
-
-mod support;
 
 use std::process::Stdio;
 
 use shorthorn_testkit::metrics::{get, own_address, samples, value};
 use shorthorn_testkit::waiting::wait_for_async;
-use support::cluster::{Cluster, LIMIT};
-use support::csi::{Caller, create, publish};
+use crate::support::cluster::{Cluster, LIMIT};
+use crate::support::csi::{Caller, create, publish};
 use tokio::process::{Child, Command};
 
 /// Asks again until it is answered with that.

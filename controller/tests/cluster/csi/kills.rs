@@ -6,7 +6,7 @@ use shorthorn_testkit::Random;
 use tokio::time::{Instant, sleep};
 use tonic::Code;
 
-use crate::caller;
+use super::caller;
 use crate::support::cluster::{Cluster, LIMIT};
 use crate::support::csi::*;
 

@@ -1,10 +1,7 @@
 //! The engines of several volumes are replaced by one command, or by two.
-#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
 
-mod support;
-
-use support::agent::FakeAgent;
-use support::cluster::Cluster;
+use crate::support::agent::FakeAgent;
+use crate::support::cluster::Cluster;
 use tonic::Code;
 
 const UPGRADE: [&str; 4] = ["upgrade", "engines", "--timeout", "3"];

@@ -29,7 +29,7 @@ use tower::service_fn;
 
 use crate::support::cluster::LIMIT;
 use crate::support::csi::*;
-use crate::{Cases, GIB, with_mode};
+use super::{Cases, GIB, with_mode};
 
 /// The service over a store in memory, reconciled only by the test.
 struct Alone {

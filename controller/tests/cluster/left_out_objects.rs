@@ -1,13 +1,10 @@
 //! Errors name an object that the store cannot read, and no rule decides without it.
-#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
-
-mod support;
 
 use std::path::Path;
 
 use redb::{Database, TableDefinition};
-use support::cluster::Cluster;
-use support::csi::{Caller, create, publish};
+use crate::support::cluster::Cluster;
+use crate::support::csi::{Caller, create, publish};
 use tonic::Code;
 
 const OBJECTS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("objects");

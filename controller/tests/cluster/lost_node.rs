@@ -1,11 +1,8 @@
 //! Tests the loss of a node with an attached volume.
-#![allow(clippy::unwrap_used, reason = "a test ends if an assumption of it is wrong")]
-
-mod support;
 
 use shorthorn_testkit::waiting::wait_for_async;
-use support::cluster::{Cluster, LIMIT};
-use support::csi::{Caller, create, publish};
+use crate::support::cluster::{Cluster, LIMIT};
+use crate::support::csi::{Caller, create, publish};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_volume_is_taken_off_a_lost_node_once_its_replicas_refuse_the_engine_there() {
