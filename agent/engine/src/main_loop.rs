@@ -213,45 +213,10 @@ struct EngineProcess<'a> {
 
 impl EngineProcess<'_> {
     fn run(mut self) -> Result<Ended, EngineError> {
-        let opener = Opener {
-            spec: &mut self.spec,
-            state: &mut self.state,
-            publisher: self.publisher,
-            events: &self.events,
-            expand_to_bytes: None,
+        let mut opened = match self.open()? {
+            Ok(opened) => *opened,
+            Err(ended) => return Ok(ended),
         };
-        let opening = opener.run();
-        if let Err(EngineError::Deposed { .. }) = &opening
-            && let Err(error) = self.discard_device()
-        {
-            let volume = &self.spec.volume;
-            tracing::warn!(%volume, %error, "cannot remove the device of a deposed engine");
-        }
-        let mut opened = match opening? {
-            OpenResult::Open(opened) => *opened,
-            OpenResult::Ended(Ending::Stop) => {
-                self.discard_device()?;
-                return Ok(Ended::Stopped);
-            }
-            OpenResult::Ended(Ending::Terminate) if self.spec.frontend == FrontendChoice::Socket => {
-                self.discard_device()?;
-                return Ok(Ended::LeftToNext);
-            }
-            OpenResult::Ended(Ending::Terminate) => {
-                // No request was read from them: the next process can use them.
-                handover::hand_over(self.state.generation(), std::mem::take(&mut self.sockets));
-                return Ok(Ended::LeftToNext);
-            }
-        };
-        let newest = opened.volume.last_view.id.generation;
-        if self.state.was_served_elsewhere(newest) {
-            tracing::error!(
-                volume = %self.spec.volume, %newest,
-                "the volume was served elsewhere since: requests that the device holds back fail"
-            );
-            self.sockets.clear();
-            self.discard_device()?;
-        }
         self.show_opened(&opened);
         let opened_ms = self.begin.elapsed().as_millis();
         let Prepared { queues, mut device } =
@@ -282,6 +247,48 @@ impl EngineProcess<'_> {
         });
         notify_systemd(sd_notify::NotifyState::Ready);
         self.serve_and_end(&opened, &Arc::new(Mutex::new(device)), &shared, threads)
+    }
+
+    /// Opens the volume, and removes a device that holds back requests from before it was served elsewhere.
+    /// The inner error is the end of a process that has to end before that.
+    fn open(&mut self) -> Result<Result<Box<OpenedVolume>, Ended>, EngineError> {
+        let opener = Opener {
+            spec: &mut self.spec,
+            state: &mut self.state,
+            publisher: self.publisher,
+            events: &self.events,
+            expand_to_bytes: None,
+        };
+        let opening = opener.run();
+        if let Err(EngineError::Deposed { .. }) = &opening
+            && let Err(error) = self.discard_device()
+        {
+            let volume = &self.spec.volume;
+            tracing::warn!(%volume, %error, "cannot remove the device of a deposed engine");
+        }
+        let opened = match opening? {
+            OpenResult::Open(opened) => opened,
+            OpenResult::Ended(Ending::Stop) => {
+                self.discard_device()?;
+                return Ok(Err(Ended::Stopped));
+            }
+            OpenResult::Ended(Ending::Terminate) => {
+                if self.spec.frontend == FrontendChoice::Socket {
+                    self.discard_device()?;
+                } else {
+                    // No request was read from them: the next process can use them.
+                    handover::hand_over(self.state.generation(), std::mem::take(&mut self.sockets));
+                }
+                return Ok(Err(Ended::LeftToNext));
+            }
+        };
+        let (volume, newest) = (&self.spec.volume, opened.volume.last_view.id.generation);
+        if self.state.was_served_elsewhere(newest) {
+            tracing::error!(%volume, %newest, "requests that the device holds back fail: they are too old");
+            self.sockets.clear();
+            self.discard_device()?;
+        }
+        Ok(Ok(opened))
     }
 
     /// Shows the opened volume, and lets the main thread execute a command that had to wait for it.

@@ -226,8 +226,8 @@ impl Explainer<'_> {
         let is_waiting = self.volume.status.state == VolumeState::Detaching;
         let Some(node) = node.filter(|node| is_waiting && self.silence(node).is_some()) else { return };
         self.hint(format!(
-            "If node {node} was destroyed, and most replicas with it: shorthornctl node delete {node} --force; \
-             then shorthornctl volume salvage {}",
+            "If node {node} was destroyed, and most replicas with it: shorthornctl node delete {node} \
+             --force; then shorthornctl volume salvage {}",
             self.name
         ));
     }

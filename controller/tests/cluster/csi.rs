@@ -9,13 +9,13 @@ mod store_alone;
 use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
+use crate::support::cluster::Cluster;
+use crate::support::csi::*;
 use shorthorn_api::csi::v1;
 use shorthorn_api::csi::v1::identity_server::Identity as _;
 use shorthorn_api::csi::v1::volume_capability::access_mode::Mode;
 use shorthorn_api::csi::v1::volume_capability::{AccessType, BlockVolume};
 use shorthorn_csi::{DRIVER_NAME, IdentityService};
-use crate::support::cluster::Cluster;
-use crate::support::csi::*;
 use tonic::{Code, Request};
 
 const GIB: i64 = 1 << 30;

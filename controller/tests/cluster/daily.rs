@@ -1,8 +1,8 @@
 //! Tests the daily use of shorthornctl: lists, problems, places of replicas. The real programs run over
 //! agents in memory.
 
-use serde_json::Value;
 use crate::support::cluster::{Cluster, LIMIT};
+use serde_json::Value;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::time::timeout;
 

@@ -6,9 +6,9 @@ use std::path::Path;
 use std::process::Output;
 
 use crate::support::apiserver::StandIn;
+use crate::support::cluster::Cluster;
 use serde_json::{Value, json};
 use shorthorn_testkit::binary;
-use crate::support::cluster::Cluster;
 use tokio::process::Command;
 
 const NAMESPACE: &str = "shorthorn-system";

@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use redb::{Database, TableDefinition};
 use crate::support::cluster::Cluster;
 use crate::support::csi::{Caller, create, publish};
+use redb::{Database, TableDefinition};
 use tonic::Code;
 
 const OBJECTS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("objects");

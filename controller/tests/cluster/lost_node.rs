@@ -1,8 +1,8 @@
 //! Tests the loss of a node with an attached volume.
 
-use shorthorn_testkit::waiting::wait_for_async;
 use crate::support::cluster::{Cluster, LIMIT};
 use crate::support::csi::{Caller, create, publish};
+use shorthorn_testkit::waiting::wait_for_async;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_volume_is_taken_off_a_lost_node_once_its_replicas_refuse_the_engine_there() {

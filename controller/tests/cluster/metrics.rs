@@ -2,10 +2,10 @@
 
 use std::process::Stdio;
 
-use shorthorn_testkit::metrics::{get, own_address, samples, value};
-use shorthorn_testkit::waiting::wait_for_async;
 use crate::support::cluster::{Cluster, LIMIT};
 use crate::support::csi::{Caller, create, publish};
+use shorthorn_testkit::metrics::{get, own_address, samples, value};
+use shorthorn_testkit::waiting::wait_for_async;
 use tokio::process::{Child, Command};
 
 /// Asks again until it is answered with that.

@@ -1,11 +1,11 @@
 //! Volumes that are not well: the arbiter, replaced replicas, the operator's questions and decisions.
 
+use crate::support::cluster::{Cluster, LIMIT};
 use serde_json::Value;
 use shorthorn_api::v1;
 use shorthorn_testkit::waiting::wait_for_async;
 use shorthorn_types::status::{EnginePhase, GrantWanted};
 use shorthorn_types::{Generation, Members, ReplicaReport, View, ViewId};
-use crate::support::cluster::{Cluster, LIMIT};
 use tokio::time::Instant;
 
 fn replica_on<'a>(volume: &'a Value, node: &str) -> &'a str {

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use shorthorn_testkit::Random;
 use crate::support::cluster::{Cluster, LIMIT};
+use shorthorn_testkit::Random;
 use tokio::time::{Instant, sleep, timeout};
 
 /// Runs a command while the controller is killed under it up to three times; repeats it until it works.

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
+use crate::support::agent::FakeAgent;
+use crate::support::cluster::{Cluster, LIMIT};
 use serde_json::Value;
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
 use shorthorn_testkit::metrics::{get, samples, value};
 use shorthorn_testkit::waiting::wait_for_async;
-use crate::support::agent::FakeAgent;
-use crate::support::cluster::{Cluster, LIMIT};
 use tonic::transport::Endpoint;
 
 fn nodes_of(volume: &Value) -> Vec<String> {

@@ -6,6 +6,9 @@ use std::process::{Output, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use crate::support::agent::FakeAgent;
+use crate::support::cluster::LIMIT;
+use crate::support::tls_agent::{TlsAgent, enrol, enrol_with_pin};
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_client::ControllerClient;
 use shorthorn_api::v1::node_client::NodeClient;
@@ -13,9 +16,6 @@ use shorthorn_pki::{Bundle, Connector, Credentials, Pin, PrivateKey, Role, load}
 use shorthorn_testkit::binary;
 use shorthorn_testkit::metrics::own_address;
 use shorthorn_testkit::waiting::wait_for_async;
-use crate::support::agent::FakeAgent;
-use crate::support::cluster::LIMIT;
-use crate::support::tls_agent::{TlsAgent, enrol, enrol_with_pin};
 use tokio::net::{TcpListener, UnixDatagram};
 use tokio::process::{Child, Command};
 use tokio::time::timeout;

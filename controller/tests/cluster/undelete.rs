@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, RwLockReadGuard};
 use std::time::Duration;
 
+use crate::support::agent::{FakeAgent, Truth};
 use async_trait::async_trait;
 use shorthorn_api::v1;
 use shorthorn_api::v1::controller_server::Controller;
@@ -23,7 +24,6 @@ use shorthorn_controller_core::undelete::DeletionRecord;
 use shorthorn_controller_core::{ClusterState, NodeName, Timestamp};
 use shorthorn_testkit::waiting::wait_for_async;
 use shorthorn_types::ReplicaId;
-use crate::support::agent::{FakeAgent, Truth};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio::task::JoinSet;
 use tonic::{Code, Request};

@@ -77,7 +77,8 @@ fn maintenance(cluster: &Cluster) -> Result<()> {
 
 /// The pods are guard pods here.
 fn installation(cluster: &Cluster) -> Result<()> {
-    const NO_POD: &str = "the controller is not a pod here; controller/tests/cluster/laptop.rs connects through one";
+    const NO_POD: &str =
+        "the controller is not a pod here; controller/tests/cluster/laptop.rs connects through one";
     let mut page = page(cluster, INSTALL)?;
     let printed = page.kubectl_succeeds("get pods")?;
     ensure_has(&printed, &["shorthorn-guard-n2"])?;

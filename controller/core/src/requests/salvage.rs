@@ -83,8 +83,8 @@ impl SalvageVolume {
     }
 
     /// Returns a number above all that replicas know, and above the number of a fence. If the store is older
-    /// than the volume, an unreachable replica may know higher numbers than the others. Numbers rise by one or
-    /// two, so a gap keeps the new number above those.
+    /// than the volume, an unreachable replica may know higher numbers than the others. Numbers rise by one
+    /// or two, so a gap keeps the new number above those.
     fn next_attach(&self, stored: u64) -> Result<u64, RequestError> {
         let is_older = self.known_attach > stored && !self.are_all_known;
         let step = if is_older { UNKNOWN_ATTACHES } else { FENCE_AND_SALVAGE };

@@ -9,9 +9,9 @@ use shorthorn_csi::{TOPOLOGY_NODE, TOPOLOGY_ZONE};
 use shorthorn_testkit::waiting::wait_for_async;
 use tonic::Code;
 
+use super::{Cases, GIB, caller, parameter, with_mode};
 use crate::support::cluster::{Cluster, LIMIT};
 use crate::support::csi::*;
-use super::{Cases, GIB, caller, parameter, with_mode};
 
 type Create = v1::CreateVolumeRequest;
 

@@ -27,9 +27,9 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tonic::Code;
 use tower::service_fn;
 
+use super::{Cases, GIB, with_mode};
 use crate::support::cluster::LIMIT;
 use crate::support::csi::*;
-use super::{Cases, GIB, with_mode};
 
 /// The service over a store in memory, reconciled only by the test.
 struct Alone {

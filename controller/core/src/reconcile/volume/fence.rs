@@ -62,9 +62,9 @@ impl VolumeReconciler<'_> {
         }
     }
 
-    /// Returns the number that fences the engine: that of the volume. If a salvage waits, the number below its
-    /// own, which was drawn with it: the agent of the chosen replica refuses a decision whose number the
-    /// replica knows already. A salvage of an older version has drawn only its own number.
+    /// Returns the number that fences the engine: that of the volume, or the number below that of a salvage
+    /// that waits. The agent of the chosen replica refuses a decision whose number the replica knows already.
+    /// A salvage of an older version has drawn only its own number.
     fn fence_number(&self, engine: &Engine) -> Option<u64> {
         let salvage = self.stored.status.pending_salvage();
         let below = salvage.and_then(|salvage| salvage.attach.checked_sub(1));
