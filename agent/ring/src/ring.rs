@@ -100,7 +100,8 @@ impl Ring {
     }
 
     /// Returns true if a driver touches the memory of its commands only while the thread is in
-    /// [`Ring::wait`]. Without [`TaskWork::Deferred`] it may do so at the end of any system call of the thread.
+    /// [`Ring::wait`]. Without [`TaskWork::Deferred`] it may do so at the end of any system call of the
+    /// thread.
     #[must_use]
     pub fn is_deferred(&self) -> bool {
         self.is_deferred
