@@ -249,8 +249,7 @@ impl EngineProcess<'_> {
         self.serve_and_end(&opened, &Arc::new(Mutex::new(device)), &shared, threads)
     }
 
-    /// Opens the volume, and removes a device that holds back requests from before it was served elsewhere.
-    /// The inner error is the end of a process that has to end before that.
+    /// Opens the volume. The inner error is the end of a process that has to end before that.
     fn open(&mut self) -> Result<Result<Box<OpenedVolume>, Ended>, EngineError> {
         let opener = Opener {
             spec: &mut self.spec,
@@ -260,6 +259,9 @@ impl EngineProcess<'_> {
             expand_to_bytes: None,
         };
         let opening = opener.run();
+        if self.state.device().is_none() {
+            self.sockets.clear(); // they are of a device that does not continue
+        }
         if let Err(EngineError::Deposed { .. }) = &opening
             && let Err(error) = self.discard_device()
         {
@@ -282,12 +284,6 @@ impl EngineProcess<'_> {
                 return Ok(Err(Ended::LeftToNext));
             }
         };
-        let (volume, newest) = (&self.spec.volume, opened.volume.last_view.id.generation);
-        if self.state.was_served_elsewhere(newest) {
-            tracing::error!(%volume, %newest, "requests that the device holds back fail: they are too old");
-            self.sockets.clear();
-            self.discard_device()?;
-        }
         Ok(Ok(opened))
     }
 

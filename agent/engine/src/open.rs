@@ -12,7 +12,7 @@ use shorthorn_control::{
 use shorthorn_recovery::{
     Grant, NotOpen, OTHER_RUN, Offenders, OpenRequest, OpeningEngine, Proposal, conclude, propose_to,
 };
-use shorthorn_types::{Members, Regions, ReplicaId, View};
+use shorthorn_types::{Members, Regions, ReplicaId, ReplicaReport, View};
 use shorthorn_views::{FencedReplica, MemberSets, NoPlan, StartPlan, ViewChange};
 
 use crate::connection::{ConnectError, ReplicaConnection, finish};
@@ -443,7 +443,17 @@ impl OpeningEngine for OpenAttempt<'_, '_> {
         });
     }
 
-    fn record_lost_writes(&mut self) -> Result<(), StopReason> {
+    fn record_start(&mut self, honoured: &ReplicaReport, lost_writes: bool) -> Result<(), StopReason> {
+        let newest = honoured.views().map(|view| view.id.generation).max();
+        if let Some(newest) = newest
+            && self.opener.state.drop_outdated_device(newest.attach)?
+        {
+            let volume = &self.opener.spec.volume;
+            tracing::error!(%volume, %newest, "requests that the device holds back fail: they are too old");
+        }
+        if !lost_writes {
+            return Ok(());
+        }
         let state = &mut *self.opener.state;
         state.record_lost_writes()?;
         let lost_writes = state.lost_writes();

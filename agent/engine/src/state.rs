@@ -20,6 +20,10 @@ struct Content {
     generation: Generation,
     /// The device, from before it is live until it is removed.
     device: Option<DeviceRecord>,
+    /// The last attachment whose engine had the device live. Earlier versions have no device of an earlier
+    /// attachment than the generation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    device_attach: Option<u64>,
     /// The newest view that the arbiter has granted, as far as this host knows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     granted: Option<View>,
@@ -78,6 +82,7 @@ impl EngineState {
         let boot = boot.filter(|boot| !boot.is_empty());
         let (path, stored) = (path.to_owned(), None);
         let mut state = EngineState { path, content, predecessor: None, boot, stored, _lock: lock };
+        state.content.device_attach.get_or_insert(known);
         let has_users = state.has_users(attach, continues);
         state.predecessor = Some(state.content.generation).filter(|_| has_users || attach == known);
         if !has_users {
@@ -110,11 +115,22 @@ impl EngineState {
         self.predecessor
     }
 
-    /// Returns true if an engine of an attachment between the last one here and this one has served. `newest`
-    /// is the generation of the last committed view. Requests that a device here still holds back are older.
-    pub fn was_served_elsewhere(&self, newest: Generation) -> bool {
-        let own = self.content.generation.attach;
-        self.predecessor.is_some_and(|last| last.attach < newest.attach && newest.attach < own)
+    /// Drops the record of a device, and of its user, if an engine of an attachment after that of the device
+    /// has served. `newest` is the newest attachment before this one that may have. Requests that the device
+    /// still holds back are older than that, and must never be written. Returns true if it was dropped.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn drop_outdated_device(&mut self, newest: u64) -> Result<bool, EngineError> {
+        let Content { generation, device, device_attach, live_boot, .. } = &self.content;
+        let is_there = device.is_some() || live_boot.is_some();
+        let is_outdated = device_attach.is_some_and(|last| last < newest && newest < generation.attach);
+        if !is_there || !is_outdated {
+            return Ok(false);
+        }
+        (self.content.device, self.content.live_boot, self.content.lost_writes) = (None, None, false);
+        self.store()?;
+        Ok(true)
     }
 
     /// Takes the next generation: durable before it is used.
@@ -166,6 +182,7 @@ impl EngineState {
     /// The file cannot be written.
     pub fn record_live_device(&mut self, device: DeviceRecord) -> Result<(), EngineError> {
         self.content.live_boot = Some(self.boot.clone().unwrap_or_default());
+        self.content.device_attach = Some(self.content.generation.attach);
         self.set_device(Some(device))
     }
 
@@ -430,15 +447,30 @@ mod tests {
         let open = |attach, continues| EngineState::open(&path, attach, continues).unwrap();
         drop(lost(&path));
         let state = open(4, Some(2));
-        let before = Generation::new(3, 0);
-        assert_eq!((state.device(), state.predecessor().unwrap().attach), (Some(&record()), before.attach));
-        assert!(!state.was_served_elsewhere(before) && !state.was_served_elsewhere(Generation::new(4, 0)));
-        drop(state);
-        let state = open(6, Some(2));
-        assert!(state.device().is_some() && state.was_served_elsewhere(Generation::new(5, 1)));
+        assert_eq!((state.device(), state.predecessor().unwrap().attach), (Some(&record()), 3));
         drop(state);
         let state = open(7, Some(7));
         assert_eq!((state.device(), state.predecessor()), (None, None), "it was elsewhere meanwhile");
+    }
+
+    /// The store of the controller may be older than the volume, and the process may end after its attempt.
+    #[test]
+    fn a_device_never_continues_after_another_engine_has_served() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.state");
+        let open = |attach, continues| EngineState::open(&path, attach, continues).unwrap();
+        drop(lost(&path));
+        drop(open(6, Some(2)));
+        let mut again = open(6, Some(2));
+        for passing in [3, 6] {
+            assert!(!again.drop_outdated_device(passing).unwrap() && again.device().is_some());
+        }
+        assert!(again.drop_outdated_device(5).unwrap() && !again.drop_outdated_device(5).unwrap());
+        drop(again);
+        let mut next = open(6, Some(2));
+        assert!(next.device().is_none() && !next.was_live() && !next.lost_writes());
+        next.record_live_device(record()).unwrap();
+        assert!(!next.drop_outdated_device(5).unwrap(), "this one is of attachment 6");
     }
 
     #[test]

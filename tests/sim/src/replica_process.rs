@@ -99,7 +99,7 @@ impl Simulation {
         if replica.failed {
             return self.end_at_replica(id);
         }
-        let fenced = replica.change(|state, disk| state.fence(disk, queue_id.generation));
+        let fenced = replica.change(|state, disk| state.hello(disk, queue_id.generation, queue_id.queue));
         self.look_at_failure(at, FaultyOperation::State);
         match fenced {
             Err(Errno::NOT_PERMITTED) => return self.refuse_older(at, id, number),

@@ -175,8 +175,9 @@ pub trait OpeningEngine {
     /// Asks the arbiter no more.
     fn ask_no_more(&mut self);
 
-    /// Records durably that writes may be gone, if [`OpeningEngine::has_user`].
-    fn record_lost_writes(&mut self) -> Result<(), Self::Stop>;
+    /// Records durably, before anything is proposed, the views to honour: a device from before another engine
+    /// served must not continue. If `lost_writes` and [`OpeningEngine::has_user`], writes may be gone.
+    fn record_start(&mut self, honoured: &ReplicaReport, lost_writes: bool) -> Result<(), Self::Stop>;
 
     /// Calls [`propose_to`] for every replica.
     async fn propose(
@@ -221,10 +222,8 @@ pub async fn open<E: OpeningEngine>(
         granted.map_err(|error| blamed(engine, offenders, AttemptPart::Storing, error))?;
         change.granted();
     }
-    if plan.lost_writes {
-        // Before anything is proposed: the proposal makes the members look as if nothing had happened.
-        engine.record_lost_writes().map_err(NotOpen::Stopped)?;
-    }
+    // The proposal makes the members look as if nothing had happened.
+    engine.record_start(&change.honoured, plan.lost_writes).map_err(NotOpen::Stopped)?;
     let stamps: Vec<Option<u32>> = reached.iter().map(|one| one.welcome.stamp).collect();
     // A blank replica would learn the views by the proposal, and look like one that has kept its data.
     reached.retain(|one| is_asked(one.replica));

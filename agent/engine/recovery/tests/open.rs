@@ -177,8 +177,10 @@ impl OpeningEngine for Engine {
         self.called("ask no more");
     }
 
-    fn record_lost_writes(&mut self) -> Result<(), &'static str> {
-        self.called("record lost writes");
+    fn record_start(&mut self, _: &ReplicaReport, lost_writes: bool) -> Result<(), &'static str> {
+        if lost_writes {
+            self.called("record lost writes");
+        }
         Ok(())
     }
 

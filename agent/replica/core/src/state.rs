@@ -126,7 +126,27 @@ impl ReplicaState {
         let mut next = self.views.clone();
         let fence = next.fence(generation).map_err(Denied::from)?;
         self.save_views(disk, next)?;
-        self.intent_log.opened();
+        if fence == Fence::Raised {
+            self.intent_log.opened();
+        }
+        Ok(fence)
+    }
+
+    /// Fences older engines for the connection of a queue. An engine that rebuilds the replica connects queue
+    /// 0 anew before it sends any set.
+    ///
+    /// # Errors
+    /// The errors of [`ReplicaState::fence`].
+    pub fn hello<D: Disk>(
+        &mut self,
+        disk: &mut D,
+        generation: Generation,
+        queue: u16,
+    ) -> Result<Fence, D::Error> {
+        let fence = self.fence(disk, generation)?;
+        if queue == 0 {
+            self.intent_log.opened();
+        }
         Ok(fence)
     }
 

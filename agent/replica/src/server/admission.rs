@@ -32,7 +32,8 @@ impl Server {
         if let Some(message) = self.failed() {
             return self.refuse(queue_id, candidate, Errno::IO, message);
         }
-        if let Err(error) = self.executor.change(|state, disk| state.fence(disk, queue_id.generation)) {
+        let QueueId { generation, queue } = queue_id;
+        if let Err(error) = self.executor.change(|state, disk| state.hello(disk, generation, queue)) {
             tracing::warn!(peer = candidate.peer, %error, "engine refused");
             return self.refuse(queue_id, candidate, error.errno(), error.to_string());
         }

@@ -203,6 +203,20 @@ mod tests {
         })
     }
 
+    /// A version whose specs allowed the creation at each start of the process has left one.
+    #[test]
+    fn a_directory_that_is_there_is_not_made_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut spec = replica(ReplicaId::from_random(1), 10001);
+        let Spec::Replica(replica) = &mut spec else { panic!("{spec:?}") };
+        (replica.create, replica.directory) = (true, folder.path().join("v1"));
+        assert!(!spec.forbid_creation(), "it is still to be made");
+        std::fs::create_dir(folder.path().join("v1")).unwrap();
+        std::fs::write(folder.path().join("v1/volume.meta"), "{}").unwrap();
+        assert!(spec.forbid_creation() && !spec.forbid_creation());
+        assert!(matches!(&spec, Spec::Replica(replica) if !replica.create));
+    }
+
     /// Returns an agent that has found two replicas of an earlier one, which do not run.
     async fn hub(folder: &Path) -> (Arc<Hub>, InstancePaths) {
         let paths = InstancePaths::prepare(&folder.join("s"), &folder.join("r")).unwrap();

@@ -75,7 +75,10 @@ impl Hub {
         for kind in [v1::InstanceKind::Engine, v1::InstanceKind::Replica] {
             for id in spec_files(&self.paths.specs(kind), kind)? {
                 match Spec::load(&id, &self.paths) {
-                    Ok(spec) => {
+                    Ok(mut spec) => {
+                        if spec.forbid_creation() {
+                            spec.update(&self.paths)?;
+                        }
                         self.table.insert(spec, InstanceProcess::only(ProcessPhase::Stopped));
                         self.backend.adopt(&id).await?;
                     }

@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::task::Poll;
 
 use shorthorn_recovery::{Grant, NotOpen, OpeningEngine, Proposal, Reached, propose_to};
-use shorthorn_types::{Members, ReplicaId};
+use shorthorn_types::{Members, ReplicaId, ReplicaReport};
 use shorthorn_views::{FencedReplica, MemberSets, NoPlan, StartPlan, ViewChange};
 
 use super::simulated_link::{CallError, Via, Wire};
@@ -164,8 +164,10 @@ impl OpeningEngine for OpenAttempt {
         self.search.clear();
     }
 
-    fn record_lost_writes(&mut self) -> Result<(), ()> {
-        self.process.record_losses();
+    fn record_start(&mut self, _: &ReplicaReport, lost_writes: bool) -> Result<(), ()> {
+        if lost_writes {
+            self.process.record_losses();
+        }
         Ok(())
     }
 

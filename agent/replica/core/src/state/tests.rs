@@ -218,9 +218,12 @@ fn a_replica_that_becomes_a_member_again_keeps_only_the_sets_that_the_engine_has
         state.commit(&mut disk, generation, view(1, &[1, 3])).unwrap();
         // An earlier connection of the engine counts for nothing.
         state.mark(&mut disk, &add(2)).unwrap();
-        state.fence(&mut disk, generation).unwrap();
+        state.hello(&mut disk, generation, 0).unwrap();
         if is_sent {
             state.mark(&mut disk, &add(2)).unwrap();
+            // Other connections of the engine come and go.
+            state.hello(&mut disk, generation, 1).unwrap();
+            state.fence(&mut disk, generation).unwrap();
         }
         let target = view(5, &[1, 4]);
         state.propose(&mut disk, generation, target, &serving).unwrap();

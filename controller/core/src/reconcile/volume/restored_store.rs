@@ -28,10 +28,9 @@ impl VolumeReconciler<'_> {
         }
         let next = self.draw_attach();
         self.status.mark_arbiter_stale(next);
-        if self.objects.shown_engine_attach() < Some(refused) {
-            // The volume may have been attached elsewhere since the backup: a device here may be older.
-            self.status.begin_stay();
-        }
+        // The volume may have been attached elsewhere since the backup. Only the device of the engine that has
+        // used this number, or of a later one, continues.
+        self.status.attached_since_at_least(refused);
         if self.stored.status.state == VolumeState::Attached {
             self.enter(VolumeState::Attaching);
         }

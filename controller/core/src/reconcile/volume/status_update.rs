@@ -76,6 +76,11 @@ impl<'a> StatusUpdate<'a> {
         self.next.attached_since = self.next.attach;
     }
 
+    /// Records that no device of an older attachment than `attach` is carried over.
+    pub(super) fn attached_since_at_least(&mut self, attach: u64) {
+        self.next.attached_since = self.next.attached_since.max(Some(attach));
+    }
+
     /// Records that engines up to this attachment can acknowledge no write any more.
     pub(super) fn set_fenced(&mut self, attach: Option<u64>) {
         self.next.fenced_attach = attach;

@@ -120,16 +120,6 @@ impl<'a> VolumeObjects<'a> {
         processes.chain(self.refused_attach()).chain(of_engine).max()
     }
 
-    /// Returns the attachment of the engine process on the node of the volume, if the node is in reach.
-    pub(super) fn shown_engine_attach(&self) -> Option<u64> {
-        let agent = self.context.agents.get(self.volume.status.current_node_id.as_ref()?)?;
-        let instance = agent.instances.get(&InstanceKey::engine(&self.volume.spec.volume_name))?;
-        match &instance.detail {
-            Detail::Engine(engine) if agent.is_synced() => engine.attach,
-            _ => None,
-        }
-    }
-
     /// Returns the newest attachment that has opened a replica in reach. An engine may be of another volume
     /// of this name, a replica is not.
     pub(super) fn refused_attach(&self) -> Option<u64> {

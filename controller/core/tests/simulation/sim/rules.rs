@@ -18,7 +18,10 @@ impl Sim {
                 let stored = self.store.volumes.get(&volume.metadata.name);
                 let attach = stored.and_then(|stored| stored.status.attach);
                 assert!(volume.status.attach >= attach, "the attach number falls");
-                let next = attach.map_or(1, |attach| attach + 1);
+                // A salvage draws one for the fence, and its own.
+                let is_salvage = stored.is_some_and(|stored| stored.status.salvage != volume.status.salvage)
+                    && volume.status.pending_salvage().is_some();
+                let next = attach.unwrap_or(0) + if is_salvage { 2 } else { 1 };
                 assert!(volume.status.attach <= Some(next), "the attach number jumps");
                 let stale = volume.status.arbiter.stale_since();
                 assert_eq!(stale, None, "no store is ever restored from a backup here");
