@@ -40,9 +40,10 @@ pub enum Notice {
     Deposed { holder: Generation },
 }
 
-/// The length of a requested read, and its place in the slot's buffer.
+/// A request: its operation, its length, and the place of its data in the slot's buffer.
 #[derive(Clone, Copy, Debug)]
 struct Asked {
+    opcode: Opcode,
     bytes: u32,
     buffer_offset: u32,
 }
@@ -69,7 +70,7 @@ pub struct QueueLink {
     phase: LinkPhase,
     /// Slots from here on are for copies.
     depth: u16,
-    /// Per slot: the read that the slot requested from this replica, until its answer.
+    /// Per slot: the request that this replica got, until its answer.
     asked: Box<[Option<Asked>]>,
     /// The read whose data is being received, and the buffer for it.
     receiving: Option<(Header, IoBuf)>,
@@ -153,9 +154,7 @@ impl QueueLink {
         let mut header = Header::request(opcode, ID_REQUEST | u64::from(slot.slot), offset, length);
         header.flags = flags;
         header.data_check = data_check;
-        if opcode == Opcode::Read {
-            self.asked[usize::from(slot.slot)] = Some(Asked { bytes: length, buffer_offset });
-        }
+        self.asked[usize::from(slot.slot)] = Some(Asked { opcode, bytes: length, buffer_offset });
         let payload = (opcode == Opcode::Write).then_some(data);
         if self.is_absent() {
             // It broke between its opening and its first use: the core has to learn that, or it would wait.
@@ -322,8 +321,9 @@ impl QueueLink {
     fn begin_payload(&mut self, header: Header, arena: &Arena) -> Result<bool, String> {
         let slot = self.slot_of(&header)?;
         let asked = self.asked[usize::from(slot.slot)].take();
-        let Some(Asked { bytes, buffer_offset }) = asked.filter(|asked| asked.bytes == header.length_bytes)
-        else {
+        let asked = asked.filter(|asked| asked.opcode == Opcode::Read);
+        let fitting = asked.filter(|asked| asked.bytes == header.length_bytes);
+        let Some(Asked { bytes, buffer_offset, .. }) = fitting else {
             let bytes = asked.map_or(0, |asked| asked.bytes);
             return Err(format!("the answer {header} does not fit {bytes} bytes asked for"));
         };
@@ -360,7 +360,14 @@ impl QueueLink {
             return Ok(());
         }
         let slot = self.slot_of(header)?;
-        self.asked[usize::from(slot.slot)] = None;
+        let asked = self.asked[usize::from(slot.slot)].take();
+        if let Some(asked) = asked.filter(|asked| asked.opcode != header.opcode) {
+            // The slot of a read would keep the data of an earlier request.
+            return Err(format!(
+                "the answer {header} does not fit the operation {:?} asked for",
+                asked.opcode
+            ));
+        }
         let outcome = header.outcome();
         events.push(if header.opcode == Opcode::Verify {
             let check =

@@ -212,6 +212,19 @@ fn answers_without_their_request_are_failures() {
     }
 }
 
+/// A slot has the data of an earlier request until that of a read has arrived.
+#[test]
+fn a_success_of_another_operation_does_not_answer_a_read() {
+    for opcode in [Opcode::Discard, Opcode::Write, Opcode::Verify] {
+        let mut bench = Bench::new();
+        let read = bench.ask_read(1, 4096);
+        let lie = Header { opcode, ..read.response(Ok(())) };
+        let said = bench.frame(&lie, &[]);
+        bench.say(&said);
+        assert!(bench.lost().contains("does not fit the operation Read"), "{}", bench.lost());
+    }
+}
+
 #[test]
 fn an_answer_that_is_repeated_or_forged_acknowledges_nothing() {
     for forge in [
