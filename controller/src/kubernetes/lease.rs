@@ -148,6 +148,8 @@ impl Leadership {
             let mut wait = RENEW_EVERY;
             if self.renewed.elapsed() >= RENEW_EVERY {
                 match tokio::time::timeout(left, self.renew()).await {
+                    // An earlier renewal came through, of which no answer came: its time is not known.
+                    Ok(Ok(None)) if self.renewed.elapsed() >= RENEW_EVERY => wait = LOOK_AGAIN,
                     Ok(Ok(None)) => {}
                     Ok(Ok(Some(other))) => return other,
                     Ok(Err(error)) => {

@@ -61,7 +61,9 @@ fn stop_strays(context: &Context<'_>, engine: &Engine, node: &NodeName, decision
     let key = InstanceKey::engine(&engine.spec.volume_name);
     let shown = context.agents.with_engine(&engine.spec.volume_name);
     for (other, agent) in shown.filter(|(other, _)| *other != node) {
-        let stray = agent.instances.get(&key).filter(|_| agent.is_synced());
+        // An agent that is followed by its former name, too, shows the engine of its own node.
+        let is_named = agent.info.as_ref().is_some_and(|info| info.name == other.as_str());
+        let stray = agent.instances.get(&key).filter(|_| agent.is_synced() && is_named);
         if stray.is_some_and(|stray| is_older(stray, engine.spec.attach)) {
             let attach = engine.spec.attach;
             let call = AgentCall::StopInstance { instance: key.clone(), attach };

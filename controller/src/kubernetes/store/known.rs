@@ -76,10 +76,8 @@ impl KnownObjects {
     /// Forgets an object of which this controller has removed that version.
     pub(super) fn forget(&self, key: &Key, version: u64) {
         let mut order = self.order();
-        self.cache.change(|state| {
-            order.remove(state, key, version);
-            vec![key.clone()]
-        });
+        self.cache
+            .change(|state| if order.remove(state, key, version) { vec![key.clone()] } else { Vec::new() });
     }
 
     /// The API server has an object of that key which cannot be used.
@@ -131,6 +129,18 @@ mod tests {
         assert_eq!((count(&mut changes), known.state().version(&key)), (1, None));
         known.take(node(7));
         assert_eq!((count(&mut changes), known.state().version(&key)), (1, ResourceVersion::new(7)));
+    }
+
+    /// A key that is announced is reconciled at once: its write may have failed because nothing is there.
+    #[test]
+    fn a_removal_of_an_unknown_object_is_not_announced() {
+        let known = KnownObjects::new();
+        let mut changes = known.changes();
+        known.take(node(5));
+        assert_eq!(count(&mut changes), 1);
+        known.forget(&node(1).key(), 5);
+        known.forget(&node(1).key(), 5);
+        assert_eq!(count(&mut changes), 1);
     }
 
     #[test]

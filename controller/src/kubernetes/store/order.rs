@@ -85,13 +85,15 @@ impl VersionOrder {
         was_stored | (was_left_out && state.forget_left_out(key))
     }
 
-    /// Handles the removal of that version of an object by this controller.
-    pub fn remove(&mut self, state: &mut ClusterState, key: &Key, version: u64) {
+    /// Handles the removal of that version of an object by this controller. Returns true if it was known.
+    pub fn remove(&mut self, state: &mut ClusterState, key: &Key, version: u64) -> bool {
         // If it is not known any more, the watch has reported that already; or it was re-created.
-        if state.has(key) && place(state.version(key)) <= version {
+        let is_known = state.has(key) && place(state.version(key)) <= version;
+        if is_known {
             state.remove(key);
             self.removed.insert(key.clone(), version);
         }
+        is_known
     }
 
     /// Records the version that the watch of that kind has reached.

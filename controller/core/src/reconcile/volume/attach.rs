@@ -23,7 +23,8 @@ impl VolumeReconciler<'_> {
         }
         self.status.set_node(node);
         self.enter(VolumeState::Attaching);
-        self.draw_attach();
+        let next = self.draw_attach();
+        self.mark_stale_before(next);
         self.status.begin_stay();
         self.set_settled(Finding::wrong("Attaching", "the replicas are being started, and then the engine"));
     }

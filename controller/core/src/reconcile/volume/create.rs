@@ -41,7 +41,8 @@ impl VolumeReconciler<'_> {
         }
         if self.objects.engine().is_some() {
             let members = self.objects.replicas().iter().map(|replica| replica.spec.replica_id);
-            self.status.set_first_members(members.collect());
+            // A replica whose creation was not answered, and was repeated, may be one too many.
+            self.status.set_first_members(members.take(wanted as usize).collect());
             let nodes: Vec<&str> =
                 self.objects.replicas().iter().map(|replica| replica.spec.node_id.as_str()).collect();
             let nodes = nodes.join(", ");

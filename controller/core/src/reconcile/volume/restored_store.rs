@@ -27,21 +27,39 @@ impl VolumeReconciler<'_> {
             return false;
         }
         let next = self.draw_attach();
-        self.status.mark_arbiter_stale(next);
         // The volume may have been attached elsewhere since the backup. Only the device of the engine that has
         // used this number, or of a later one, continues.
         self.status.attached_since_at_least(refused);
         if self.stored.status.state == VolumeState::Attached {
             self.enter(VolumeState::Attaching);
         }
+        let message = self.mark_stale(refused, next);
+        self.set_settled(Finding::wrong("RecordStale", message));
+        true
+    }
+
+    /// Has the arbiter grant nothing if a replica knows a newer attachment than the store when a detached
+    /// volume is attached as `next`. That number is above it, and hides the difference from then on.
+    pub(super) fn mark_stale_before(&mut self, next: u64) {
+        if let Some(refused) =
+            self.objects.refused_attach().filter(|refused| self.stored.status.attach < Some(*refused))
+        {
+            self.mark_stale(refused, next);
+        }
+    }
+
+    /// Has the arbiter grant nothing until an engine of attachment `next` or a later one serves. Returns the
+    /// reason.
+    fn mark_stale(&mut self, refused: u64, next: u64) -> String {
+        self.status.mark_arbiter_stale(next);
+        let known = self.stored.status.attach.unwrap_or_default();
         let message = format!(
-            "a replica was opened for attachment {refused}, and the store knows of {attach} only: it was \
+            "a replica was opened for attachment {refused}, and the store knows of {known} only: it was \
              restored from a backup. The next attachment is {next}; the arbiter grants no view until more \
              than half of the replicas serve that attachment"
         );
         self.actions.emit(true, "RecordStale", message.clone());
-        self.set_settled(Finding::wrong("RecordStale", message));
-        true
+        message
     }
 
     /// Returns true if nothing that this controller has asked for can have shown the number of the attachment

@@ -98,7 +98,9 @@ impl Model {
         }
         match self.answers.remove(which % self.answers.len()) {
             Heard::Is(name, version) => drop(self.order.take(&mut self.state, node(name, version))),
-            Heard::Gone(name, version) => self.order.remove(&mut self.state, &key(name), version),
+            Heard::Gone(name, version) => {
+                self.order.remove(&mut self.state, &key(name), version);
+            }
         }
     }
 

@@ -287,6 +287,19 @@ fn a_store_that_is_older_than_its_volume_shows_in_the_replicas() {
     }
 }
 
+/// The number of its next attachment hides the difference.
+#[test]
+fn a_store_that_is_older_than_a_detached_volume_shows_when_it_is_attached() {
+    for (known, stale) in [(OLD + 7, Some(OLD + 8)), (OLD, None)] {
+        let mut lost = restored(VolumeState::Detached);
+        lost.change(|volume| volume.status.current_node_id = None);
+        lost.replica_says(1, known, view(known, 1, &[0, 1]));
+        lost.run();
+        assert_eq!((lost.volume().status.attach, stale_since(&lost)), (Some(known + 1), stale));
+        assert_eq!(lost.volume().status.attached_since, Some(known + 1));
+    }
+}
+
 #[test]
 fn a_number_that_was_used_before_the_backup_was_restored_is_not_used_again() {
     let mut lost = restored(VolumeState::Attaching);
