@@ -283,16 +283,16 @@ pub(crate) fn stat_of(file: &File) -> io::Result<FileStat> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::process::Command;
 
     use super::*;
 
     /// A small ext4 in a file, unmounted when dropped; none if it cannot be mounted here.
-    struct SmallDisk(tempfile::TempDir);
+    pub struct SmallDisk(tempfile::TempDir);
 
     impl SmallDisk {
-        fn mount() -> Option<SmallDisk> {
+        pub fn mount() -> Option<SmallDisk> {
             let disk = SmallDisk(tempfile::tempdir().unwrap());
             let image = disk.0.path().join("image");
             File::create(&image).unwrap().set_len(16 << 20).unwrap();
@@ -312,8 +312,19 @@ mod tests {
             self.0.path().join("mount")
         }
 
+        /// Makes a directory of a replica with a reserve and a document.
+        pub fn directory(&self) -> Directory {
+            let path = self.point().join("replica");
+            std::fs::create_dir(&path).unwrap();
+            let directory = Directory::open(&path).unwrap();
+            directory.keep_reserve();
+            directory.replace("document", b"content").unwrap();
+            directory.sync_file(RESERVE_FILE).unwrap();
+            directory
+        }
+
         /// Takes every block, and all room that the blocks of the directory have for names.
-        fn fill(&self, directory: &Directory, round: usize) {
+        pub fn fill(&self, directory: &Directory, round: usize) {
             let mut filler =
                 File::options().create(true).append(true).open(self.point().join("filler")).unwrap();
             while filler.write_all(&[0x55; 64 << 10]).is_ok() {}
@@ -343,12 +354,7 @@ mod tests {
     #[test]
     fn new_names_have_the_reserve_on_a_full_disk() {
         let Some(disk) = SmallDisk::mount() else { return };
-        let path = disk.point().join("replica");
-        std::fs::create_dir(&path).unwrap();
-        let directory = Directory::open(&path).unwrap();
-        directory.keep_reserve();
-        directory.replace("document", b"content").unwrap();
-        directory.sync_file(RESERVE_FILE).unwrap();
+        let directory = disk.directory();
         let long = |kind: &str| format!("{kind}{:0200}", 0);
         type NewName = fn(&Directory, &str) -> Result<()>;
         let names: [(&str, NewName); 4] = [

@@ -1,7 +1,8 @@
 //! Lock of a directory: one process at a time.
 
 use std::fs::File;
-use std::io::{Read, Seek, Write};
+use std::io::Read;
+use std::os::unix::fs::FileExt;
 
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg, OFlag};
@@ -22,12 +23,13 @@ impl Lock {
     /// Takes the directory for this process alone.
     pub fn exclusive(directory: &Directory) -> Result<Lock, StoreError> {
         let file = directory.open_file(LOCK_FILE, OFlag::O_RDWR | OFlag::O_CREAT)?;
-        let mut file = lock(directory, file, FlockArg::LockExclusiveNonblock)?;
+        let file = lock(directory, file, FlockArg::LockExclusiveNonblock)?;
         let pid = format!("{}\n", std::process::id());
-        file.set_len(0)
-            .and_then(|()| file.rewind())
-            .and_then(|()| file.write_all(pid.as_bytes()))
-            .map_err(|error| StoreError::io("write", directory.path_of(LOCK_FILE), error))?;
+        // The file keeps its block: on a full disk, another program could take a block that is freed.
+        let write = || file.write_all_at(pid.as_bytes(), 0).and_then(|()| file.set_len(pid.len() as u64));
+        directory.with_reserve(|| {
+            write().map_err(|error| StoreError::io("write", directory.path_of(LOCK_FILE), error))
+        })?;
         Ok(Lock { file: Some(file) })
     }
 
@@ -70,4 +72,36 @@ fn lock(directory: &Directory, file: File, how: FlockArg) -> Result<Flock<File>,
         let holder = file.read_to_string(&mut text).ok().and_then(|_| text.trim().parse().ok());
         StoreError::Locked { directory: directory.path().to_owned(), holder }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::directory::RESERVE_FILE;
+    use crate::directory::tests::SmallDisk;
+
+    /// Returns the lock file while the directory is locked.
+    fn locked(directory: &Directory) -> String {
+        let _lock = Lock::exclusive(directory).unwrap();
+        std::fs::read_to_string(directory.path_of(LOCK_FILE)).unwrap()
+    }
+
+    #[test]
+    fn a_full_disk_can_be_locked() {
+        let Some(disk) = SmallDisk::mount() else { return };
+        let directory = disk.directory();
+        let (pid, longer) = (format!("{}\n", std::process::id()), format!("{}0\n", u32::MAX));
+        std::fs::write(directory.path_of(LOCK_FILE), longer).unwrap();
+        directory.sync_file(LOCK_FILE).unwrap();
+        disk.fill(&directory, 0);
+        // The file has a block already, and the reserve stays.
+        let reserve = directory.stat(RESERVE_FILE).unwrap().unwrap();
+        assert_eq!(locked(&directory), pid);
+        assert_eq!(directory.stat(RESERVE_FILE).unwrap().unwrap().inode, reserve.inode);
+        // The file is empty, as releases left it that truncated it first.
+        std::fs::write(directory.path_of(LOCK_FILE), "").unwrap();
+        directory.sync_file(LOCK_FILE).unwrap();
+        disk.fill(&directory, 1);
+        assert_eq!(locked(&directory), pid);
+    }
 }
