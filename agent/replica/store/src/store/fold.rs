@@ -93,7 +93,9 @@ impl Store {
         let plan = self.image.layout().plan_fold(name).map_err(|error| self.medium.chain_error(error))?;
         let copy = match plan {
             FoldPlan::Delete(_) => Vec::new(),
-            FoldPlan::Fold { child, parent, copy, .. } => {
+            FoldPlan::Fold { child, parent, copy, finish } => {
+                // The copy begins with the growth of the parent, which may leave the layer below it short.
+                self.remember_short_layers(&finish)?;
                 // The parent is written to, and takes the name of the child.
                 drop_sums(self.medium.directory(), &parent)?;
                 drop_sums(self.medium.directory(), &child)?;
@@ -148,5 +150,69 @@ impl Store {
     /// Abandons a running fold. The copied data does no harm: the layer above hides it.
     pub fn abandon_fold(&mut self) {
         self.image.end_fold();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::path::Path;
+
+    use super::*;
+    use crate::{CreateOptions, Fault, OpenOptions};
+
+    const TIME: &str = "2026-01-01T00:00:00Z";
+    const SIZE_BYTES: u64 = 96 << 10;
+    const MORE_BYTES: u64 = 8 << 10;
+
+    /// Makes a chain `a` ← `b` ← head, expands the volume and removes `b`. With `is_above`, a snapshot `c` of
+    /// the larger volume lies above `b`.
+    fn expanded(path: &Path, is_above: bool) {
+        let created = CreateOptions { size_bytes: SIZE_BYTES, ..CreateOptions::default() };
+        let mut store = Store::create(path, created).unwrap();
+        let snapshot = |store: &mut Store, name| store.snapshot(name, true, BTreeMap::new(), TIME).unwrap();
+        for name in ["a", "b"] {
+            store.write_at(name.repeat(4096).as_bytes(), 0, false).unwrap();
+            snapshot(&mut store, name);
+        }
+        store.expand(SIZE_BYTES + MORE_BYTES).unwrap();
+        store.write_at(&[b'c'; 4096], SIZE_BYTES, false).unwrap();
+        if is_above {
+            snapshot(&mut store, "c");
+        }
+        store.remove("b").unwrap();
+        store.close().unwrap();
+    }
+
+    /// Opens the directory, folds `b` and checks the content.
+    fn fold_and_check(path: &Path) {
+        let mut store = Store::open(path, OpenOptions::default()).unwrap();
+        store.fold("b").unwrap();
+        let mut block = [0; 4096];
+        for (offset, byte) in [(0, b'b'), (SIZE_BYTES, b'c')] {
+            store.read_at(&mut block, offset).unwrap();
+            assert_eq!(block, [byte; 4096]);
+        }
+        store.close().unwrap();
+    }
+
+    #[test]
+    fn a_directory_opens_after_an_interrupted_fold_of_an_expanded_volume() {
+        for fault in [Fault::Die, Fault::Fail(nix::libc::ENOSPC)] {
+            for is_above in [true, false] {
+                let temp = tempfile::tempdir().unwrap();
+                let path = temp.path().join("replica");
+                expanded(&path, is_above);
+                let hook = FaultHook::new(move |done| match done {
+                    done if done.starts_with("Grow") && done.contains("volume-snap-b.img") => fault,
+                    _ => Fault::None,
+                });
+                let options = OpenOptions { fault: Some(hook), ..OpenOptions::default() };
+                let mut store = Store::open(&path, options).unwrap();
+                store.fold("b").unwrap_err();
+                drop(store);
+                fold_and_check(&path);
+            }
+        }
     }
 }
