@@ -158,7 +158,10 @@ mod tests {
     use std::collections::BTreeMap;
     use std::path::Path;
 
+    use shorthorn_chain::temp_name;
+
     use super::*;
+    use crate::epoch_record::EPOCH_RECORD_FILE;
     use crate::{CreateOptions, Fault, OpenOptions};
 
     const TIME: &str = "2026-01-01T00:00:00Z";
@@ -196,6 +199,15 @@ mod tests {
         store.close().unwrap();
     }
 
+    /// Opens the directory and returns a store that stops with `fault` once `b` has grown.
+    fn open_with(path: &Path, fault: Fault) -> Store {
+        let hook = FaultHook::new(move |done| match done {
+            done if done.starts_with("Grow") && done.contains("volume-snap-b.img") => fault,
+            _ => Fault::None,
+        });
+        Store::open(path, OpenOptions { fault: Some(hook), ..OpenOptions::default() }).unwrap()
+    }
+
     #[test]
     fn a_directory_opens_after_an_interrupted_fold_of_an_expanded_volume() {
         for fault in [Fault::Die, Fault::Fail(nix::libc::ENOSPC)] {
@@ -203,16 +215,26 @@ mod tests {
                 let temp = tempfile::tempdir().unwrap();
                 let path = temp.path().join("replica");
                 expanded(&path, is_above);
-                let hook = FaultHook::new(move |done| match done {
-                    done if done.starts_with("Grow") && done.contains("volume-snap-b.img") => fault,
-                    _ => Fault::None,
-                });
-                let options = OpenOptions { fault: Some(hook), ..OpenOptions::default() };
-                let mut store = Store::open(&path, options).unwrap();
+                let mut store = open_with(&path, fault);
                 store.fold("b").unwrap_err();
                 drop(store);
                 fold_and_check(&path);
             }
         }
+    }
+
+    #[test]
+    fn a_fold_whose_record_failed_records_it_again() {
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("replica");
+        expanded(&path, true);
+        let mut store = open_with(&path, Fault::Die);
+        let in_the_way = path.join(temp_name(EPOCH_RECORD_FILE));
+        std::fs::create_dir(&in_the_way).unwrap();
+        assert!(matches!(store.fold("b").unwrap_err(), StoreError::Io { .. }));
+        std::fs::remove_dir(&in_the_way).unwrap();
+        assert!(matches!(store.fold("b").unwrap_err(), StoreError::Stopped));
+        drop(store);
+        fold_and_check(&path);
     }
 }

@@ -57,11 +57,17 @@ impl Store {
     /// that an expansion left explains it. Before an operation that may take that away, the sizes are
     /// recorded.
     pub(super) fn remember_short_layers(&mut self, operation: &DirectoryOperation) -> Result<()> {
+        let before = self.epoch_record.known_sizes().clone();
         if !self.epoch_record.learn_sizes(operation.after.short_layers()) {
             return Ok(());
         }
+        if let Err(error) = self.epoch_record.save(self.medium.directory()) {
+            // Sizes that are not stored are not known: the next attempt stores them.
+            self.epoch_record.set_sizes(before);
+            return Err(error);
+        }
         self.image.accept_sizes(self.epoch_record.known_sizes());
-        self.epoch_record.save(self.medium.directory())
+        Ok(())
     }
 
     /// Executes an operation and takes over the layout after it.
