@@ -90,6 +90,13 @@ pub enum StoreError {
         /// The size of its blocks in bytes.
         unit_bytes: u64,
     },
+    /// The file system stores a block of zeroes as a hole.
+    #[error(
+        "the file system of {} stores blocks of zeroes as holes, which would bring back data of older layers. \
+         Turn its compression off (zfs set compression=off), or put replicas on XFS or ext4. A replica with \
+         snapshots that was written there may show older data: have it rebuilt from another one", .0.display()
+    )]
+    ZeroesAsHoles(PathBuf),
     /// The directory has a replica already.
     #[error("{} holds a replica already; open it, or give another directory", .0.display())]
     Exists(PathBuf),
@@ -191,9 +198,9 @@ impl StoreError {
                 Errno::INVALID
             }
             StoreError::Exists(_) | StoreError::NotEmpty { .. } => Errno::new(nix::libc::EEXIST),
-            StoreError::AllocationUnit { .. } | StoreError::SmallAllocationUnit { .. } => {
-                Errno::NOT_SUPPORTED
-            }
+            StoreError::AllocationUnit { .. }
+            | StoreError::SmallAllocationUnit { .. }
+            | StoreError::ZeroesAsHoles(_) => Errno::NOT_SUPPORTED,
             StoreError::Chain { source, .. } => errno_of(source),
             _ => Errno::IO,
         }

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, OFlag, fallocate};
@@ -20,6 +21,8 @@ pub(crate) const PROBE_FILE: &str = "shorthorn.probe";
 const PROBE_BYTES: u64 = 1 << 20;
 /// An odd number of blocks, so that it is the second half of any larger unit.
 const PROBE_OFFSET: u64 = 129 * BLOCK_BYTES;
+/// The place of a block of zeroes.
+const ZEROES_OFFSET: u64 = 65 * BLOCK_BYTES;
 const BLOCK_LENGTH: i64 = 4096;
 
 /// The abilities of the file system.
@@ -113,6 +116,10 @@ fn try_on(directory: &Directory, file: &File, direct_io: bool) -> Result<HostFil
         Err(_) => None,
     };
     let punched = fallocate(file.as_fd(), punch, signed(PROBE_OFFSET), BLOCK_LENGTH).is_ok();
+    let can_punch = punched && seek(0, Whence::SeekData)?.is_none();
+    buffer.as_mut_slice().fill(0);
+    file.write_all_at(buffer.as_slice(), ZEROES_OFFSET).and_then(|()| file.sync_all()).map_err(failed)?;
+    check_zeroes(directory.path(), seek(ZEROES_OFFSET, Whence::SeekData)?)?;
     Ok(HostFileSystem {
         direct_io,
         alignment_bytes: if !direct_io {
@@ -122,9 +129,18 @@ fn try_on(directory: &Directory, file: &File, direct_io: bool) -> Result<HostFil
         } else {
             4096
         },
-        can_punch: punched && seek(0, Whence::SeekData)?.is_none(),
+        can_punch,
         smaller_unit_bytes,
     })
+}
+
+/// Checks that a durable block of zeroes counts as data: it has to hide the data of older layers. `first_data`
+/// is the position of the first data from [`ZEROES_OFFSET`] on, if any.
+fn check_zeroes(directory: &Path, first_data: Option<u64>) -> Result<(), StoreError> {
+    if first_data == Some(ZEROES_OFFSET) {
+        return Ok(());
+    }
+    Err(StoreError::ZeroesAsHoles(directory.to_owned()))
 }
 
 /// Returns the known abilities of a file system that cannot be written.
@@ -137,4 +153,21 @@ fn from_statfs(directory: &Directory) -> Result<HostFileSystem, StoreError> {
         return Err(StoreError::AllocationUnit { directory: directory.path().to_owned(), unit_bytes });
     }
     Ok(HostFileSystem { direct_io: false, alignment_bytes: 1, can_punch: false, smaller_unit_bytes: None })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_system_that_stores_zeroes_as_holes_is_refused() {
+        let directory = Path::new("/disks/a/v1");
+        check_zeroes(directory, Some(ZEROES_OFFSET)).unwrap();
+        for first_data in [None, Some(ZEROES_OFFSET + BLOCK_BYTES)] {
+            let error = check_zeroes(directory, first_data).unwrap_err();
+            assert!(matches!(error, StoreError::ZeroesAsHoles(_)), "{error}");
+            assert_eq!(error.errno(), shorthorn_types::Errno::NOT_SUPPORTED);
+            assert!(error.to_string().contains("zfs set compression=off"), "{error}");
+        }
+    }
 }
