@@ -60,3 +60,44 @@ impl From<BackendError> for NodeError {
         }
     }
 }
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+
+    /// Finds every process as it should be, and records the commands to change that.
+    #[derive(Clone, Default)]
+    pub struct Commanded(Arc<Mutex<Vec<&'static str>>>);
+
+    impl Commanded {
+        /// Returns the commands since the last call.
+        pub fn take(&self) -> Vec<&'static str> {
+            std::mem::take(&mut self.0.lock().unwrap())
+        }
+
+        fn record(&self, command: &'static str) -> BackendFuture<'static> {
+            self.0.lock().unwrap().push(command);
+            Box::pin(async { Ok(()) })
+        }
+    }
+
+    impl Backend for Commanded {
+        fn adopt<'a>(&'a self, _: &'a InstanceId) -> BackendFuture<'a> {
+            Box::pin(async { Ok(()) })
+        }
+
+        fn start<'a>(&'a self, _: &'a InstanceId) -> BackendFuture<'a> {
+            self.record("start")
+        }
+
+        fn stop<'a>(&'a self, _: &'a InstanceId) -> BackendFuture<'a> {
+            self.record("stop")
+        }
+
+        fn restart<'a>(&'a self, _: &'a InstanceId) -> BackendFuture<'a> {
+            self.record("restart")
+        }
+    }
+}

@@ -45,6 +45,17 @@ pub async fn io_counters(control: &Path) -> io::Result<IoCounters> {
     Ok(serde_json::from_slice(&line)?)
 }
 
+/// Returns the status of the process. The caller limits the time.
+///
+/// # Errors
+/// No process listens there, or it is about to end.
+pub async fn status(control: &Path) -> io::Result<ProcessStatus> {
+    let mut lines = watch(control).await?;
+    let mut line = Vec::new();
+    (&mut lines).take(LINE_MAX_BYTES).read_until(b'\n', &mut line).await?;
+    Ok(serde_json::from_slice(&line)?)
+}
+
 /// Gives every status to `take`, and `None` when the process cannot be asked any more; for ever.
 pub async fn follow(control: PathBuf, mut take: impl FnMut(Option<ProcessStatus>)) {
     let mut pause = FIRST_PAUSE;
@@ -69,11 +80,8 @@ async fn once(
     has_reported: &mut bool,
     take: &mut impl FnMut(Option<ProcessStatus>),
 ) -> io::Result<()> {
-    let mut stream = UnixStream::connect(control).await?;
-    let mut line = serde_json::to_vec(&ProcessCommand::Watch)?;
-    line.push(b'\n');
-    stream.write_all(&line).await?;
-    let mut lines = BufReader::new(stream);
+    let mut lines = watch(control).await?;
+    let mut line = Vec::new();
     loop {
         line.clear();
         if (&mut lines).take(LINE_MAX_BYTES).read_until(b'\n', &mut line).await? == 0 {
@@ -83,4 +91,13 @@ async fn once(
         *has_reported = true;
         take(Some(status));
     }
+}
+
+/// Connects to a process that sends its status now and after every change.
+async fn watch(control: &Path) -> io::Result<BufReader<UnixStream>> {
+    let mut stream = UnixStream::connect(control).await?;
+    let mut line = serde_json::to_vec(&ProcessCommand::Watch)?;
+    line.push(b'\n');
+    stream.write_all(&line).await?;
+    Ok(BufReader::new(stream))
 }

@@ -68,7 +68,9 @@ impl Hub {
         let (gates, revisions, choosing_port) = Default::default();
         let hub = Hub { table, backend, paths, data_ports, data_address, choosing_port, gates, revisions };
         hub.adopt_all().await?;
-        Ok(Arc::new(hub))
+        let hub = Arc::new(hub);
+        hub.continue_takeovers();
+        Ok(hub)
     }
 
     async fn adopt_all(&self) -> Result<(), NodeError> {

@@ -15,6 +15,7 @@ mod program;
 mod spec;
 mod systemd;
 mod table;
+mod takeover;
 mod units;
 mod upgrade;
 
