@@ -207,7 +207,7 @@ impl Node for NodeService {
     ) -> RpcResult<v1::StopInstanceResponse> {
         let request = request.into_inner();
         let id = InstanceId::parse(request.kind(), &request.name)?;
-        self.hub.stop_instance(id, nonzero(request.attach)).await?;
+        self.hub.stop_instance(id, nonzero(request.attach), request.force).await?;
         Ok(Response::new(v1::StopInstanceResponse {}))
     }
 

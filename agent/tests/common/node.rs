@@ -53,7 +53,7 @@ pub fn engine(attach: u64, replicas: &[v1::Instance], frontend: &str) -> v1::Sta
 }
 
 pub fn stop(kind: InstanceKind, name: &str, attach: u64) -> v1::StopInstanceRequest {
-    v1::StopInstanceRequest { kind: kind.into(), name: name.into(), attach }
+    v1::StopInstanceRequest { kind: kind.into(), name: name.into(), attach, force: false }
 }
 
 pub async fn list(client: &mut NodeClient<Channel>) -> Vec<v1::Instance> {

@@ -96,6 +96,13 @@ pub enum AgentCall {
         /// None: the agent stops an engine of any attachment.
         attach: Option<u64>,
     },
+    /// Stops an engine although its device is in use, unless it serves or has served a short time ago.
+    ForceStopEngine {
+        /// The volume of the engine.
+        volume: VolumeName,
+        /// The limit: an engine of a later attachment continues.
+        attach: Option<u64>,
+    },
     /// Deletes the directory of a stopped replica.
     DeleteReplica {
         /// The disk that its directory is on.
@@ -181,7 +188,8 @@ impl AgentCall {
             | AgentCall::Grant { volume, .. }
             | AgentCall::UpdateReplicas { volume, .. }
             | AgentCall::SetRebuildLimits { volume, .. }
-            | AgentCall::ExpandEngine { volume, .. } => InstanceKey::engine(volume),
+            | AgentCall::ExpandEngine { volume, .. }
+            | AgentCall::ForceStopEngine { volume, .. } => InstanceKey::engine(volume),
             AgentCall::StopInstance { instance, .. } => instance.clone(),
         }
     }
@@ -198,7 +206,7 @@ impl AgentCall {
             AgentCall::FenceReplica { .. } => "FenceReplica",
             AgentCall::ExpandEngine { .. } => "ExpandEngine",
             AgentCall::SalvageReplica { .. } => "SalvageReplica",
-            AgentCall::StopInstance { .. } => "StopInstance",
+            AgentCall::StopInstance { .. } | AgentCall::ForceStopEngine { .. } => "StopInstance",
             AgentCall::DeleteReplica { .. } => "DeleteReplica",
         }
     }
@@ -215,7 +223,7 @@ impl AgentCall {
             AgentCall::FenceReplica { .. } => "keep older engines from replica",
             AgentCall::ExpandEngine { .. } => "expand",
             AgentCall::SalvageReplica { .. } => "salvage replica",
-            AgentCall::StopInstance { .. } => "stop",
+            AgentCall::StopInstance { .. } | AgentCall::ForceStopEngine { .. } => "stop",
             AgentCall::DeleteReplica { .. } => "delete replica data",
         }
     }

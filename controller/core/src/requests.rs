@@ -13,8 +13,8 @@ pub use node::{SetDisk, SetNode, add_disk, check_disk, find_node};
 pub use salvage::{SalvageVolume, check_salvageable};
 pub use shorthorn_types::limits::MAX_VOLUME_BYTES;
 pub use volume::{
-    SetVolume, ask_for_deletion, attach, delete, detach, engine_location, evict, expand, expand_within,
-    set_rebuild, set_replicas,
+    SetVolume, ask_for_deletion, attach, delete, detach, detach_by_force, engine_location, evict, expand,
+    expand_within, set_rebuild, set_replicas,
 };
 
 use shorthorn_types::VolumeName;

@@ -208,6 +208,7 @@ impl Explainer<'_> {
         self.say(format!("Volume {} is {state}{}.", self.name, self.reason_of_settled()));
         self.explain_silence();
         self.hint_destroyed_engine_node();
+        self.explain_unserved();
         let engine = self.engine.filter(|engine| engine.status.is_serving());
         if let Some(engine) = engine.filter(|_| self.volume.status.state == VolumeState::Detaching) {
             // Requests continue until it is stopped.
@@ -228,6 +229,26 @@ impl Explainer<'_> {
         self.hint(format!(
             "If node {node} was destroyed, and most replicas with it: shorthornctl node delete {node} \
              --force; then shorthornctl volume salvage {}",
+            self.name
+        ));
+    }
+
+    /// Explains an engine whose device is in use and whose users wait for replicas.
+    fn explain_unserved(&mut self) {
+        let is_held = |engine: &&Engine| {
+            let status = &engine.status;
+            let is_known = status.current_state != CurrentState::Unknown;
+            is_known && status.stop_refused.is_some() && !status.is_serving()
+        };
+        let Some(engine) = self.engine.filter(is_held) else { return };
+        if self.volume.spec.is_detached_by_force(engine.spec.attach) {
+            return;
+        }
+        self.say("The engine does not serve, so requests of the users wait, and so does an unmount.");
+        self.hint(format!(
+            "If the missing replicas are lost for good: shorthornctl volume detach {0} --force, and then \
+             shorthornctl volume salvage {0}. Requests that wait get errors; writes in progress and data in the \
+             page cache are lost.",
             self.name
         ));
     }

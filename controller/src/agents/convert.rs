@@ -151,7 +151,9 @@ pub(super) fn level_of(call: &AgentCall) -> u32 {
         | AgentCall::SetRebuildLimits { .. }
         | AgentCall::FenceReplica { .. }
         | AgentCall::ExpandEngine { .. }
-        | AgentCall::StopInstance { .. } => 0,
+        | AgentCall::StopInstance { .. }
+        // An agent that does not know the flag refuses as without it.
+        | AgentCall::ForceStopEngine { .. } => 0,
     }
 }
 
@@ -259,11 +261,10 @@ pub(super) fn message(call: &AgentCall) -> AgentRequest {
                 attach: *attach,
             })
         }
-        AgentCall::StopInstance { instance, attach } => AgentRequest::StopInstance(v1::StopInstanceRequest {
-            kind: kind_of(instance.kind).into(),
-            name: instance.name.clone(),
-            attach: attach.unwrap_or_default(),
-        }),
+        AgentCall::StopInstance { instance, attach } => stop_instance(instance, *attach, false),
+        AgentCall::ForceStopEngine { volume, attach } => {
+            stop_instance(&InstanceKey::engine(volume), *attach, true)
+        }
         AgentCall::DeleteReplica { disk_path, disk_uuid, volume, replica_id, record } => {
             AgentRequest::DeleteReplica(v1::DeleteReplicaRequest {
                 disk_path: disk_path.clone(),
@@ -274,6 +275,15 @@ pub(super) fn message(call: &AgentCall) -> AgentRequest {
             })
         }
     }
+}
+
+fn stop_instance(instance: &InstanceKey, attach: Option<u64>, force: bool) -> AgentRequest {
+    AgentRequest::StopInstance(v1::StopInstanceRequest {
+        kind: kind_of(instance.kind).into(),
+        name: instance.name.clone(),
+        attach: attach.unwrap_or_default(),
+        force,
+    })
 }
 
 /// Converts a directory in the trash; none if this controller does not know its kind.
@@ -472,6 +482,22 @@ mod tests {
             record: String::new(),
         };
         assert!(level_of(&delete) >= level::DISK_IDENTITY);
+    }
+
+    #[test]
+    fn only_a_forced_stop_ends_an_engine_whose_device_is_in_use() {
+        let volume: VolumeName = "v1".parse().unwrap();
+        let (instance, attach) = (InstanceKey::engine(&volume), Some(3));
+        let plain = message(&AgentCall::StopInstance { instance, attach });
+        let forced = AgentCall::ForceStopEngine { volume, attach };
+        assert_eq!(level_of(&forced), 0, "an older agent refuses it as without the flag");
+        let (AgentRequest::StopInstance(plain), AgentRequest::StopInstance(forced)) =
+            (plain, message(&forced))
+        else {
+            panic!("other messages")
+        };
+        assert!(!plain.force);
+        assert_eq!(forced, v1::StopInstanceRequest { force: true, ..plain });
     }
 
     #[test]

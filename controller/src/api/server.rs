@@ -188,9 +188,9 @@ impl Controller for Api {
         let v1::DetachVolumeRequest { name, force } = request.into_inner();
         if force {
             tracing::warn!(volume = name, "detaching by force, even if a VolumeAttachment names the volume");
-        } else {
-            self.check_unpublished(&name).await?;
+            return self.change_volume(&name, |cluster| requests::detach_by_force(cluster, &name)).await;
         }
+        self.check_unpublished(&name).await?;
         self.change_volume(&name, |cluster| requests::detach(cluster, &name)).await
     }
 

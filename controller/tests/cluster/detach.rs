@@ -37,6 +37,7 @@ async fn store() -> Arc<MemoryStore> {
         panic!("the volume is there already");
     };
     volume.spec.node_id = NodeName::new("a").ok();
+    volume.status.attach = Some(3);
     store.put(Object::Volume(volume)).await.unwrap();
     store
 }
@@ -66,7 +67,8 @@ async fn a_volume_that_kubernetes_has_attached_is_detached_by_force_only() {
     assert!(code == Code::Unavailable && text.contains("connection refused"), "{text}");
     assert!(store.state().volumes["v"].spec.node_id.is_some());
     detach(&store, named(), true).await.unwrap();
-    assert_eq!(store.state().volumes["v"].spec.node_id, None);
+    let spec = store.state().volumes["v"].spec.clone();
+    assert_eq!((spec.node_id, spec.forced_detach), (None, Some(3)));
     // A volume that is wanted nowhere needs no question.
     detach(&store, silent(), false).await.unwrap();
 }
@@ -75,5 +77,6 @@ async fn a_volume_that_kubernetes_has_attached_is_detached_by_force_only() {
 async fn a_volume_that_kubernetes_does_not_know_is_detached() {
     let store = store().await;
     detach(&store, Says(Ok(None)), false).await.unwrap();
-    assert_eq!(store.state().volumes["v"].spec.node_id, None);
+    let spec = store.state().volumes["v"].spec.clone();
+    assert_eq!((spec.node_id, spec.forced_detach), (None, None));
 }

@@ -21,6 +21,7 @@ use tokio::task::JoinHandle;
 
 use crate::serve::blocking;
 use crate::serve::error::NodeError;
+use crate::serve::instance::table::UNSERVED_AFTER;
 use crate::serve::instance::{
     Backend, InstanceId, InstancePaths, InstanceProcess, ProcessPhase, Spec, Table, ports,
 };
@@ -233,7 +234,7 @@ impl Hub {
     }
 
     /// Stops an instance, and forgets it; see the node API. An engine of a later attachment than `attach`
-    /// stays.
+    /// stays. With `force`, an engine that is unserved ([`Table::is_unserved`]) may have its device in use.
     ///
     /// # Errors
     /// [`NodeError::Precondition`] if its device is in use.
@@ -241,12 +242,13 @@ impl Hub {
         self: &Arc<Hub>,
         id: InstanceId,
         attach: Option<u64>,
+        force: bool,
     ) -> Result<(), NodeError> {
         let hub = Arc::clone(self);
-        finish(tokio::spawn(async move { hub.stop_now(&id, attach).await })).await
+        finish(tokio::spawn(async move { hub.stop_now(&id, attach, force).await })).await
     }
 
-    async fn stop_now(&self, id: &InstanceId, attach: Option<u64>) -> Result<(), NodeError> {
+    async fn stop_now(&self, id: &InstanceId, attach: Option<u64>, force: bool) -> Result<(), NodeError> {
         let gate = self.gate(id);
         let _open = gate.lock().await;
         let Some((spec, process)) = self.table.known(id) else { return Ok(()) };
@@ -255,7 +257,12 @@ impl Hub {
             return Ok(());
         }
         if let (Spec::Engine(engine), false) = (&spec, process.phase == ProcessPhase::Stopped) {
-            self.refuse_in_use(engine).await?;
+            if force && self.table.is_unserved(id) {
+                // Its device is not opened: that could wait for the same replicas.
+                tracing::warn!(instance = %id, "stopping it by force, even if its device is in use");
+            } else {
+                self.refuse_in_use(engine).await.map_err(|error| with_limit_of_force(error, force))?;
+            }
         }
         if process.phase != ProcessPhase::Stopped {
             self.table.set_process(id, InstanceProcess { phase: ProcessPhase::Stopping, ..process });
@@ -381,6 +388,19 @@ fn bind(directory: &Path, fingerprint: &str, rebind: bool) -> Result<(), NodeErr
     }
 }
 
+/// Adds to the refusal of a forced stop when it is done.
+fn with_limit_of_force(error: NodeError, force: bool) -> NodeError {
+    match error {
+        NodeError::Precondition(message) if force => {
+            let limit = UNSERVED_AFTER.as_secs();
+            NodeError::Precondition(format!(
+                "{message}; the engine is stopped once it has not served for {limit} s"
+            ))
+        }
+        other => other,
+    }
+}
+
 /// A request of an earlier attachment that comes late must not undo a later one.
 fn refuse_older(spec: &Spec, known: &Spec) -> Result<(), NodeError> {
     match (spec.attach(), known.attach()) {
@@ -424,4 +444,48 @@ fn remove_durably(path: &Path) -> io::Result<()> {
         _ => {}
     }
     fs::File::open(path.parent().unwrap_or_else(|| Path::new("/")))?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use tokio::sync::watch;
+
+    use super::*;
+    use crate::serve::instance::backend::tests::Commanded;
+    use crate::serve::instance::message::tests::spec;
+
+    #[tokio::test]
+    async fn an_unserved_engine_whose_device_is_in_use_is_stopped_by_force() {
+        let folder = tempfile::tempdir().unwrap();
+        let paths = InstancePaths::prepare(&folder.path().join("s"), &folder.path().join("r")).unwrap();
+        let Spec::Engine(engine) = spec(&paths, 5) else { panic!("it is an engine") };
+        let engine = Spec::Engine(EngineSpec { device_dir: folder.path().join("dev"), ..engine });
+        engine.store(&paths).unwrap();
+        // A device that cannot be opened counts as in use.
+        fs::create_dir(folder.path().join("dev")).unwrap();
+        symlink("v", folder.path().join("dev/v")).unwrap();
+        let commanded = Commanded::default();
+        let (table, backend) = (Table::new(), Box::new(commanded.clone()));
+        let (_choice, address) = watch::channel(Choice::default());
+        let hub =
+            Hub::start(10000..=10009, address, paths.clone(), Arc::clone(&table), backend).await.unwrap();
+        let id = engine.id();
+        table.set_process(&id, InstanceProcess::failed("no replica answers"));
+        let stop =
+            async |force| hub.stop_instance(id.clone(), Some(5), force).await.map_err(|e| e.to_string());
+
+        let refused = stop(true).await.unwrap_err();
+        assert!(refused.contains("in use") && refused.contains("has not served for 60 s"), "{refused}");
+        tokio::time::pause();
+        tokio::time::advance(UNSERVED_AFTER).await;
+        let refused = stop(false).await.unwrap_err();
+        assert!(refused.contains("in use") && !refused.contains("60 s"), "{refused}");
+        assert!(commanded.take().is_empty() && paths.spec(&id).exists());
+
+        stop(true).await.unwrap();
+        assert_eq!(commanded.take(), ["stop"]);
+        assert!(!paths.spec(&id).exists() && table.known(&id).is_none());
+    }
 }

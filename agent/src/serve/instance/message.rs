@@ -123,9 +123,13 @@ pub(super) mod tests {
     }
 
     pub fn serving(attach: u64) -> ProcessStatus {
+        in_phase(attach, EnginePhase::Serving)
+    }
+
+    pub fn in_phase(attach: u64, phase: EnginePhase) -> ProcessStatus {
         let generation = Generation::new(attach, 3);
         ProcessStatus::Engine(EngineStatus {
-            phase: EnginePhase::Serving,
+            phase,
             endpoint: Some("/dev/longhorn/v".into()),
             ..EngineStatus::starting("v".parse().unwrap(), generation, 1 << 20)
         })

@@ -8,18 +8,23 @@ use std::time::Duration;
 use shorthorn_api::v1;
 use shorthorn_api::v1::instance::Detail;
 use shorthorn_api::v1::instance_event::Type;
-use shorthorn_control::{EngineSpec, ProcessStatus};
+use shorthorn_control::{EnginePhase, EngineSpec, ProcessStatus};
 use shorthorn_types::VolumeName;
 use tokio::sync::{broadcast, watch};
 use tokio::task::JoinHandle;
+use tokio::time::Instant;
 
 use crate::serve::instance::program::{self, Comparison};
+use crate::serve::instance::upgrade::says_serving;
 use crate::serve::instance::{InstanceId, InstanceProcess, Spec, control_watch, message, ports};
 
 /// The interval of checking the file of the installed program.
 const PROGRAM_EVERY: Duration = Duration::from_secs(10);
 /// The number of events that a watcher may be behind before it is disconnected.
 const WATCH_LAG_MAX: usize = 1024;
+/// The time without service after which an engine counts as unserved. An upgrade allows a new process the
+/// same time until it serves.
+pub const UNSERVED_AFTER: Duration = Duration::from_secs(60);
 
 /// All instances. Backends add the observed states of processes. The table follows the control socket of each
 /// living process.
@@ -39,6 +44,8 @@ struct InstanceEntry {
     status: Option<ProcessStatus>,
     program: Comparison,
     published: v1::Instance,
+    /// The last time at which an engine was seen to serve; until then, the time at which the entry was made.
+    last_served: Instant,
     /// Follows the control socket while the process lives.
     follower: Option<JoinHandle<()>>,
 }
@@ -129,12 +136,29 @@ impl Table {
         others.filter_map(|(_, entry)| ports::of(&entry.spec)).collect()
     }
 
+    /// Returns true if requests of an engine's users have waited for a minute, and may wait for ever: it is
+    /// frozen, cannot open its volume, or has no process. A process that reports no status may serve.
+    pub fn is_unserved(&self, id: &InstanceId) -> bool {
+        let inner = self.lock();
+        let Some(entry) = inner.entries.get(id) else { return false };
+        let Some(Detail::Engine(engine)) = &entry.published.detail else { return false };
+        let cannot_serve = match engine.known_phase() {
+            None => entry.process.pid.is_none(),
+            Some(EnginePhase::Serving | EnginePhase::Unknown) => false,
+            Some(
+                EnginePhase::Starting | EnginePhase::Frozen | EnginePhase::Stopping | EnginePhase::Stopped,
+            ) => true,
+        };
+        cannot_serve && entry.last_served.elapsed() >= UNSERVED_AFTER
+    }
+
     /// Adds an instance, in place of one of the same name.
     pub fn insert(&self, spec: Spec, process: InstanceProcess) {
         let id = spec.id();
         let published = message::instance(&spec, &process, None);
         let (program, status, follower) = Default::default();
-        let entry = InstanceEntry { spec, process, status, program, published: published.clone(), follower };
+        let (shown, last_served) = (published.clone(), Instant::now());
+        let entry = InstanceEntry { spec, process, status, program, published: shown, last_served, follower };
         let mut inner = self.lock();
         inner.entries.insert(id, entry);
         inner.broadcast(Type::Set, published);
@@ -259,6 +283,9 @@ impl Inner {
         if let Some(Detail::Engine(engine)) = &mut shown.detail {
             engine.needs_upgrade = entry.needs_upgrade();
         }
+        if says_serving(&entry.published) {
+            entry.last_served = Instant::now();
+        }
         if shown != entry.published {
             entry.published = shown.clone();
             self.broadcast(Type::Set, shown);
@@ -268,5 +295,57 @@ impl Inner {
     fn broadcast(&self, r#type: Type, instance: v1::Instance) {
         // It fails only without watchers.
         let _ = self.changes.send(v1::InstanceEvent { r#type: r#type.into(), instance: Some(instance) });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::serve::instance::message::tests::{in_phase, spec};
+    use crate::serve::instance::{InstancePaths, ProcessPhase};
+
+    const PID: i32 = 4711;
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// Returns a table with the running engine of attachment 5.
+    fn table() -> (Arc<Table>, InstanceId) {
+        let dir = tempfile::tempdir().unwrap();
+        let paths = InstancePaths::prepare(&dir.path().join("s"), &dir.path().join("r")).unwrap();
+        let (table, spec) = (Table::new(), spec(&paths, 5));
+        let id = spec.id();
+        table.insert(spec, InstanceProcess::only(ProcessPhase::Starting));
+        table.set_process(&id, InstanceProcess::with_pid(ProcessPhase::Running, PID));
+        (table, id)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_engine_is_unserved_a_minute_after_it_has_served() {
+        let (table, id) = table();
+        let show = |phase| table.set_status(&id, PID, Some(in_phase(5, phase)));
+        show(EnginePhase::Serving);
+        tokio::time::advance(2 * UNSERVED_AFTER).await;
+        assert!(!table.is_unserved(&id), "it serves");
+        show(EnginePhase::Frozen);
+        tokio::time::advance(UNSERVED_AFTER - SECOND).await;
+        assert!(!table.is_unserved(&id), "it was frozen a short time ago");
+        // The next process waits for the same replicas.
+        show(EnginePhase::Starting);
+        tokio::time::advance(2 * SECOND).await;
+        assert!(table.is_unserved(&id));
+        for phase in [EnginePhase::Serving, EnginePhase::Unknown] {
+            show(phase);
+            assert!(!table.is_unserved(&id), "{phase:?}");
+        }
+        show(EnginePhase::Frozen);
+        assert!(!table.is_unserved(&id), "it has served again");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_engine_that_reports_nothing_is_unserved_only_without_a_process() {
+        let (table, id) = table();
+        tokio::time::advance(UNSERVED_AFTER).await;
+        assert!(!table.is_unserved(&id));
+        table.set_process(&id, InstanceProcess::failed("no replica answers"));
+        assert!(table.is_unserved(&id));
     }
 }

@@ -85,7 +85,7 @@ pub(super) fn is_serving(instance: &v1::Instance) -> bool {
     instance.state() == v1::InstanceState::Running && says_serving(instance)
 }
 
-fn says_serving(instance: &v1::Instance) -> bool {
+pub(super) fn says_serving(instance: &v1::Instance) -> bool {
     matches!(
         &instance.detail, Some(Detail::Engine(engine)) if engine.known_phase() == Some(EnginePhase::Serving)
     )

@@ -58,6 +58,11 @@ pub struct VolumeSpec {
     #[serde(rename = "nodeID", default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::NodeName>")]
     pub node_id: Option<NodeName>,
+    /// The newest attachment that was detached by force: its engine is stopped although its device is in use,
+    /// once the engine has not served for a minute. 0: none.
+    #[serde(default, with = "shorthorn_types::optional::number", skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "u64")]
+    pub forced_detach: Option<u64>,
     /// True if several replicas may be on one node.
     #[serde(default)]
     pub replica_soft_anti_affinity: bool,
@@ -101,6 +106,14 @@ pub struct VolumeSpec {
     /// The key that the engine and the replicas prove to each other.
     #[schemars(skip)]
     pub secret: Secret,
+}
+
+impl VolumeSpec {
+    /// Returns true if that attachment was detached by force. Attachments that follow it were not.
+    #[must_use]
+    pub fn is_detached_by_force(&self, attach: Option<u64>) -> bool {
+        attach.is_some() && attach <= self.forced_detach
+    }
 }
 
 fn yes() -> bool {

@@ -19,7 +19,7 @@ pub(super) fn reconcile(context: &Context<'_>, name: &str) -> Decision {
         Reachability::Unreachable(reason) => mark_unreachable(engine, reason),
         Reachability::Reachable(agent) => match engine.spec.desire_state {
             DesireState::Running => run(context, engine, node, agent),
-            DesireState::Stopped => stop(engine, node, agent),
+            DesireState::Stopped => stop(context, engine, node, agent),
         },
     };
     // Last, because an engine that cannot be stopped must not delay other actions.
@@ -317,15 +317,14 @@ fn start(
     decision.again_after(START_CHECK);
 }
 
-fn stop(engine: &Engine, node: &NodeName, agent: &ObservedAgent) -> Decision {
+fn stop(context: &Context<'_>, engine: &Engine, node: &NodeName, agent: &ObservedAgent) -> Decision {
     let key = InstanceKey::engine(&engine.spec.volume_name);
     let mut decision = Decision::nothing();
     let instance = agent.instances.get(&key);
     // Stored as stopped, but still running: a start call came late. The engine is fenced, but prevents the
     // next start.
     let shown = instance.is_some_and(|instance| is_older(instance, engine.spec.attach));
-    let attach = engine.spec.attach;
-    let call = AgentCall::StopInstance { instance: key.clone(), attach };
+    let call = stop_call(context, engine);
     if engine.status.current_state == CurrentState::Stopped {
         if shown {
             decision.call(node, call);
@@ -342,6 +341,16 @@ fn stop(engine: &Engine, node: &NodeName, agent: &ObservedAgent) -> Decision {
     decision.call(node, call);
     write_status(&mut decision, engine, cleared(engine));
     decision
+}
+
+/// Returns the call that stops the engine: by force, if its attachment was detached by force.
+fn stop_call(context: &Context<'_>, engine: &Engine) -> AgentCall {
+    let (volume, attach) = (engine.spec.volume_name.clone(), engine.spec.attach);
+    let stored = context.cluster.volumes.get(volume.as_str());
+    if stored.is_some_and(|stored| stored.spec.is_detached_by_force(attach)) {
+        return AgentCall::ForceStopEngine { volume, attach };
+    }
+    AgentCall::StopInstance { instance: InstanceKey::engine(&volume), attach }
 }
 
 /// Returns the status of an engine that has to stop. An engine whose device is in use may serve for long. Its

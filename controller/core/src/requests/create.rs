@@ -90,6 +90,7 @@ impl CreateVolume {
             number_of_replicas,
             frontend: self.frontend.chosen()?,
             node_id: None,
+            forced_detach: None,
             replica_soft_anti_affinity: self.replica_soft_anti_affinity,
             replica_zone_soft_anti_affinity: !self.replica_zone_hard_anti_affinity,
             replica_disk_soft_anti_affinity: !self.replica_disk_hard_anti_affinity,

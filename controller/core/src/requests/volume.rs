@@ -26,7 +26,10 @@ pub fn attach(cluster: &ClusterState, name: &str, node: &str) -> Result<Change<V
         Some(wanted) if *wanted == node => Ok(Change::AlreadySo(volume.clone())),
         Some(wanted) => Err(RequestError::AttachedElsewhere { name: name.to_owned(), node: wanted.clone() }),
         None => {
-            let spec = VolumeSpec { node_id: Some(node), ..volume.spec.clone() };
+            // An engine there is to continue, even if it was to be stopped by force.
+            let stays = volume.status.current_node_id.as_ref() == Some(&node);
+            let forced_detach = volume.spec.forced_detach.filter(|_| !stays);
+            let spec = VolumeSpec { node_id: Some(node), forced_detach, ..volume.spec.clone() };
             Ok(Change::Store(Volume { spec, ..volume.clone() }))
         }
     }
@@ -38,11 +41,17 @@ pub fn attach(cluster: &ClusterState, name: &str, node: &str) -> Result<Change<V
 /// [`RequestError::NoVolume`], or that the name can never work.
 pub fn detach(cluster: &ClusterState, name: &str) -> Result<Change<Volume>, RequestError> {
     let volume = find(cluster, name)?;
-    if volume.spec.node_id.is_none() {
-        return Ok(Change::AlreadySo(volume.clone()));
-    }
-    let spec = VolumeSpec { node_id: None, ..volume.spec.clone() };
-    Ok(Change::Store(Volume { spec, ..volume.clone() }))
+    Ok(with_spec(volume, VolumeSpec { node_id: None, ..volume.spec.clone() }))
+}
+
+/// Returns the volume wanted nowhere. Its engine is stopped although its device is in use, unless it serves.
+///
+/// # Errors
+/// [`RequestError::NoVolume`], or that the name can never work.
+pub fn detach_by_force(cluster: &ClusterState, name: &str) -> Result<Change<Volume>, RequestError> {
+    let volume = find(cluster, name)?;
+    let forced_detach = volume.status.attach;
+    Ok(with_spec(volume, VolumeSpec { node_id: None, forced_detach, ..volume.spec.clone() }))
 }
 
 /// Returns the volume that is to be deleted, with all its data, unless Kubernetes needs it.

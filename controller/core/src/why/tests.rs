@@ -374,6 +374,11 @@ fn volumes_on_their_way() {
     case.volume().status.state = VolumeState::Detaching;
     case.condition(ConditionType::Settled, "EngineNotStopped", "the device is in use by a mount");
     check("detaching", &case, false, &["is detaching: the device is in use by a mount", "unmount"]);
+    case.engine().status.stop_refused = Some("in use".to_owned());
+    case.engine().status.phase = Some(EnginePhase::Frozen);
+    let words =
+        ["The engine does not serve", "volume detach v --force, and then shorthornctl volume salvage v"];
+    check("detaching a frozen volume", &case, false, &words);
     case.silence(1);
     let words = ["Node a is silent", "node delete a --force; then shorthornctl volume salvage v"];
     check("detaching from a silent node", &case, false, &words);

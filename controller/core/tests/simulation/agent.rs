@@ -113,7 +113,9 @@ impl SimAgent {
                     Err("the directory does not exist".to_owned())
                 }
             }
-            AgentCall::StopInstance { attach, .. } => self.stop(&key, *attach, events),
+            AgentCall::StopInstance { attach, .. } | AgentCall::ForceStopEngine { attach, .. } => {
+                self.stop(&key, *attach, events)
+            }
             AgentCall::DeleteReplica { .. } => {
                 if self.instances.contains_key(&key) {
                     return Err("the replica runs".to_owned());

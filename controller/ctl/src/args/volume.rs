@@ -48,7 +48,9 @@ pub enum VolumeCommand {
         /// Name of the volume
         name: String,
         /// Detaches even if a VolumeAttachment names the volume. Kubernetes does not notice: pods on that
-        /// node do not get the volume until you attach it there by hand or delete its VolumeAttachment
+        /// node do not get the volume until you attach it there by hand or delete its VolumeAttachment.
+        /// An engine that has not served for a minute is stopped although its device is in use. Its users
+        /// get errors. Writes in progress and data in the page cache are lost
         #[arg(long)]
         force: bool,
         #[command(flatten)]

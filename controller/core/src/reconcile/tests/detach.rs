@@ -4,6 +4,7 @@ use super::*;
 use crate::example::status_of_engine;
 use crate::objects::{EnginePhase, Robustness, StoredEngineStatus, Volume, VolumeState};
 use crate::observed::{self, MemberStatus};
+use crate::requests::{attach, detach, detach_by_force};
 
 pub(super) const IN_USE: &str = "stop: the device is in use: mounted at /mnt";
 
@@ -111,6 +112,38 @@ fn a_volume_in_use_stays_attached_if_it_is_wanted_there_again() {
     let engine = &cluster.engines["v"];
     assert_eq!(engine.spec.desire_state, DesireState::Running);
     assert!(engine.status.is_serving() && engine.status.stop_refused.is_none(), "{:#?}", engine.status);
+}
+
+/// Most replicas were destroyed: no process can release a device whose requests wait for ever.
+#[test]
+fn a_volume_that_is_detached_by_force_stops_its_engine_although_the_device_is_in_use() {
+    let (mut cluster, mut agents) = (leaving_cluster(), both());
+    rounds(&mut cluster, &mut agents);
+    let stops = |cluster: &ClusterState| {
+        let calls = decide(cluster, &agents).into_iter().find_map(|action| match action {
+            Action::Call(_, call) => Some(call),
+            _ => None,
+        });
+        calls.expect("the stop is repeated")
+    };
+    assert!(matches!(stops(&cluster), AgentCall::StopInstance { attach: Some(ATTACH), .. }));
+    let Change::Store(forced) = detach_by_force(&cluster, "v").unwrap() else { panic!("it was not forced") };
+    cluster.insert(forced.into());
+    assert!(matches!(detach_by_force(&cluster, "v"), Ok(Change::AlreadySo(_))));
+    assert!(matches!(detach(&cluster, "v"), Ok(Change::AlreadySo(_))), "the force stays");
+    assert!(matches!(stops(&cluster), AgentCall::ForceStopEngine { attach: Some(ATTACH), .. }));
+
+    let attached = |cluster: &ClusterState, node: &str| {
+        let mut cluster = cluster.clone();
+        let metadata = Metadata::new(node, now());
+        cluster.insert(Node { metadata, spec: NodeSpec::default(), status: NodeStatus::default() }.into());
+        let Change::Store(volume) = attach(&cluster, "v", node).unwrap() else { panic!("not attached") };
+        volume.spec.is_detached_by_force(Some(ATTACH))
+    };
+    assert!(attached(&cluster, "c"), "the engine on a has to end first");
+    assert!(!attached(&cluster, "a"), "the engine continues");
+    // A later attachment has not been detached by force.
+    assert!(!volume(&cluster).spec.is_detached_by_force(Some(ATTACH + 1)));
 }
 
 #[test]

@@ -163,7 +163,8 @@ impl Sim {
             }
             AgentCall::SetRebuildLimits { .. }
             | AgentCall::ExpandEngine { .. }
-            | AgentCall::StopInstance { .. } => {}
+            | AgentCall::StopInstance { .. }
+            | AgentCall::ForceStopEngine { .. } => {}
         }
     }
 

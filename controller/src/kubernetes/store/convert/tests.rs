@@ -64,6 +64,7 @@ fn full_volume() -> Volume {
             number_of_replicas: 2,
             frontend: "nbd".parse().unwrap(),
             node_id: Some(node_name()),
+            forced_detach: Some(2),
             replica_soft_anti_affinity: true,
             replica_zone_soft_anti_affinity: false,
             replica_disk_soft_anti_affinity: false,

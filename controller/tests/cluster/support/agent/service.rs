@@ -161,7 +161,11 @@ impl Node for FakeAgent {
             v1::InstanceKind::Replica | v1::InstanceKind::Unspecified => InstanceKind::Replica,
         };
         let instance = InstanceKey { kind, name: request.name };
-        let call = AgentCall::StopInstance { instance, attach: nonzero(request.attach) };
+        let attach = nonzero(request.attach);
+        let call = match request.force {
+            true => AgentCall::ForceStopEngine { volume: parsed(&instance.name), attach },
+            false => AgentCall::StopInstance { instance, attach },
+        };
         self.call(&mut self.state(), &call)?;
         Ok(Response::new(v1::StopInstanceResponse {}))
     }
