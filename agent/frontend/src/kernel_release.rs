@@ -57,6 +57,24 @@ pub(crate) fn is_deferral_safe(release: &str) -> bool {
     }
 }
 
+/// Returns the reason why a live NBD device must not be resized on the kernel of this `release` (uname -r),
+/// or none.
+///
+/// Since commit 242a49e5c878 (Linux 6.9) the driver freezes the queue for a change of the size. The caller
+/// waits for every request in flight. It cannot be killed, and it holds locks that each call to the driver
+/// needs. If the requests wait for the next engine, that engine waits for these locks. Enterprise kernels
+/// (`el`) have a block layer of another version than their number, and count as if they had that commit.
+pub(crate) fn nbd_resize_deny_reason(release: &str) -> Option<String> {
+    let is_old = matches!(version(release), [Some(5), ..] | [Some(6), Some(..=8), _]);
+    if is_old && !release.contains(".el") {
+        return None;
+    }
+    Some(format!(
+        "the NBD driver of kernel {release} cannot resize a device in use safely; detach the volume and \
+         attach it again"
+    ))
+}
+
 /// Returns the first three numbers of a `release` (uname -r).
 pub(crate) fn version(release: &str) -> [Option<u32>; 3] {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().ok());
@@ -78,6 +96,28 @@ mod tests {
             ["6.12.66", "6.6.121", "6.8.0-45-generic", "6.18.6", "5.14.0-503.el9.x86_64", "6.12", "", "linux"]
         {
             assert!(!is_deferral_safe(release), "{release}");
+        }
+    }
+
+    #[test]
+    fn live_nbd_devices_are_resized_only_by_drivers_that_do_not_freeze_them() {
+        for release in ["6.1.0-40-amd64", "6.8.0-45-generic", "6.6.122", "5.15.0-119-generic"] {
+            assert_eq!(nbd_resize_deny_reason(release), None, "{release}");
+        }
+        for release in [
+            "6.9.0",
+            "6.9-rc1",
+            "6.12.95+deb13-amd64",
+            "6.17.0-35-generic",
+            "7.0.1-arch1-1",
+            "16.1.0",
+            "5.14.0-503.el9.x86_64",
+            "6.12.0-55.el10.x86_64",
+            "",
+            "linux",
+        ] {
+            let reason = nbd_resize_deny_reason(release).unwrap_or_default();
+            assert!(reason.contains(&format!("kernel {release} cannot resize a device in use")), "{release}");
         }
     }
 

@@ -21,6 +21,7 @@ fn requests_are_limited(guest: &Guest) -> Result<()> {
     guest.vm.sh(&wait).map(drop).context("the size of requests is not limited to 1 MiB")
 }
 
+/// On Linux 6.1: a device in use grows before Linux 6.9.
 #[test]
 fn the_block_layer_shows_the_exported_limits_and_grows() -> Result<()> {
     let guest = start()?;
@@ -63,6 +64,41 @@ fn the_block_layer_shows_the_exported_limits_and_grows() -> Result<()> {
 
     guest.end(pid, "TERM")?;
     guest.vm.sh(&format!("test ! -e {NODE} && test ! -e /sys/block/nbd0/pid"))?;
+    guest.no_io_errors()
+}
+
+/// On Linux 6.12: the driver freezes the queue for a change of the size.
+#[test]
+fn a_live_device_keeps_its_size_if_the_driver_would_freeze_it() -> Result<()> {
+    let guest = Guest::start(Kernel::Ublk, "nbd")?;
+    let has_bytes = |bytes: u64| -> Result<()> {
+        let sectors = guest.vm.sh("cat /sys/block/nbd0/size")?;
+        ensure!(sectors == (bytes / 512).to_string(), "{sectors} sectors, and not {bytes} bytes");
+        Ok(())
+    };
+    let pid = guest.serve("memory", "--queues 1")?;
+    let fio = guest.start_endless_fio(NODE)?;
+    requests_are_in_flight(&guest)?;
+    guest.vm.sh(&format!(
+        "kill -USR1 {pid}; for n in $(seq 600); do grep -q 'volume has' /mem/memory.err && exit; sleep 0.05; \
+         done; exit 1"
+    ))?;
+    let said = guest.vm.sh("cat /mem/memory.err")?;
+    ensure!(said.contains("cannot resize a device in use"), "{said}");
+    has_bytes(SIZE_BYTES)?;
+    // The next process knows the new size, and takes the device over with the old one.
+    guest.end(pid, "KILL")?;
+    let grown = SIZE_BYTES + (64 << 20);
+    let larger = format!("--queues 1 --size {grown}");
+    let pid = guest.serve("memory", &larger)?;
+    let said = guest.vm.sh("cat /mem/memory.err")?;
+    ensure!(said.contains("the device keeps its size"), "{said}");
+    has_bytes(SIZE_BYTES)?;
+    guest.end_fio(fio)?;
+    guest.end(pid, "TERM")?;
+    let pid = guest.serve("memory", &larger)?;
+    has_bytes(grown)?;
+    guest.end(pid, "TERM")?;
     guest.no_io_errors()
 }
 

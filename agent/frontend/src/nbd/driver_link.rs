@@ -24,8 +24,7 @@ use crate::{QueueSocket, wait};
 /// The driver takes the new socket only after that.
 const OFFER_LIMIT: Duration = Duration::from_secs(10);
 /// The time limit of one call to the driver. A call waits for locks that are held for the time of another
-/// call, and a change of size waits for requests in flight. Those of a killed engine are sent again within
-/// the 15 s of `kernel::REQUEST_TIMEOUT_S`.
+/// call. No call may wait for requests in flight: see `kernel_release::nbd_resize_deny_reason`.
 const CALL_LIMIT: Duration = Duration::from_secs(20);
 /// The time limit of the kernel for sending one request, after which it gives up the connection: as long as
 /// an engine may be slow. A send waits only if the engine has no free slot and the socket is full. Without a

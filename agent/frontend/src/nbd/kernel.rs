@@ -24,7 +24,7 @@ use crate::node::remove_node_first;
 use crate::node::{self, DeviceEvents, DeviceNumber};
 use crate::{
     Device, DeviceRecord, FrontendError, FrontendKind, FrontendSpec, Prepared, QueueFrontend, QueueIo,
-    QueueSocket, Quiesced, modules, wait,
+    QueueSocket, Quiesced, kernel_release, modules, wait,
 };
 
 /// The time-out for devices with several queues. After this many seconds without an answer the kernel gives
@@ -362,6 +362,9 @@ impl Device for NbdDevice {
     }
 
     fn resize(&mut self, size_bytes: u64) -> Result<(), FrontendError> {
+        if let Some(reason) = kernel_release::nbd_resize_deny_reason(&kernel_release::release()) {
+            return Err(FrontendError::Unsupported { frontend: FrontendKind::Nbd, reason });
+        }
         // Ours first: the kernel may use the new bytes before the call is over.
         self.export.grow(size_bytes);
         let Some(index) = self.record.kernel_id else { return Ok(()) };
@@ -424,10 +427,8 @@ impl NbdDevice {
             driver_link::spawn_reconnect(device, broken, Arc::clone(&self.closed))
                 .map_err(|source| system("start the thread that repairs NBD connections", source))?;
         }
-        if !new {
-            self.catch_up(index, &name)?;
-        }
-        let number = node::wait_until_ready(&name, self.export.size_bytes(), events, UDEV_LIMIT)?;
+        let size_bytes = if new { self.export.size_bytes() } else { self.catch_up(&name)? };
+        let number = node::wait_until_ready(&name, size_bytes, events, UDEV_LIMIT)?;
         // Of the size of a slot. Others work as well.
         sysfs::limit_requests(index, MAX_IO_BYTES);
         if self.record.queues == 1 {
@@ -443,16 +444,22 @@ impl NbdDevice {
     }
 
     /// Adjusts the size of the device, because the volume may have grown while the device had no server.
-    fn catch_up(&mut self, index: u32, name: &str) -> Result<(), FrontendError> {
+    /// Returns the size that the device has then.
+    fn catch_up(&mut self, name: &str) -> Result<u64, FrontendError> {
+        let wanted = self.export.size_bytes();
         let size =
             node::disk_size(name).map_err(|source| system(format!("read the size of {name}"), source))?;
-        if size == Some(self.export.size_bytes()) {
-            return Ok(());
+        match size {
+            Some(size) if size != wanted => match self.resize(wanted) {
+                Ok(()) => Ok(wanted),
+                Err(error @ FrontendError::Unsupported { .. }) => {
+                    tracing::warn!(%error, volume = %self.volume, size, "the device keeps its size");
+                    Ok(size)
+                }
+                Err(error) => Err(error),
+            },
+            _ => Ok(wanted),
         }
-        let backend = self.backend.clone();
-        let size_bytes = self.export.size_bytes();
-        driver_link::call(move |driver| driver.resize(index, &backend, size_bytes))
-            .map_err(|source| system(format!("resize {name} to {size_bytes} bytes"), source))
     }
 }
 

@@ -269,3 +269,28 @@ fn no_request_is_lost_or_answered_twice_over_many_handovers() {
     });
     assert_eq!(answered.into_inner(), TOTAL);
 }
+
+fn device(kernel_id: Option<u32>) -> NbdDevice {
+    let volume: VolumeName = "v1".parse().unwrap();
+    NbdDevice {
+        export: Export::new(volume.clone(), 1 << 20),
+        backend: backend_of(&volume),
+        volume,
+        device_dir: "/nowhere".into(),
+        record: DeviceRecord { kind: FrontendKind::Nbd, kernel_id, queues: 1, depth: DEPTH },
+        kernel_ends: Vec::new(),
+        broken: None,
+        closed: Arc::default(),
+        refuses_requests: false,
+        number: None,
+    }
+}
+
+#[test]
+fn the_size_waits_for_the_next_attachment_on_kernels_that_freeze_the_queue() {
+    let mut device = device(None);
+    let is_denied = kernel_release::nbd_resize_deny_reason(&kernel_release::release()).is_some();
+    let resized = device.resize(2 << 20);
+    assert_eq!(matches!(resized, Err(FrontendError::Unsupported { .. })), is_denied, "{resized:?}");
+    assert_eq!(device.size_bytes(), if is_denied { 1 << 20 } else { 2 << 20 });
+}

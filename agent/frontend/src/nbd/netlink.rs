@@ -135,7 +135,8 @@ impl NbdDriver {
         }
     }
 
-    /// Changes the size of device `index`. Waits for requests in flight.
+    /// Changes the size of device `index`. On newer kernels the call waits for requests in flight: see
+    /// `kernel_release::nbd_resize_deny_reason`.
     pub(super) fn resize(&mut self, index: u32, backend: &str, size_bytes: u64) -> io::Result<()> {
         let mut attributes = Attributes::for_device(index, backend);
         attributes.u64(ATTR_SIZE_BYTES, size_bytes);
