@@ -183,14 +183,22 @@ fn clear(volume: &VolumeName, device_dir: &Path, index: u32) -> Result<(), Front
     }
     let number = sysfs::number(index).map_err(|source| system(action(), source))?;
     remove_node_first(device_dir, volume, Some(number), || {
-        disconnect(index).map_err(|source| system(action(), source))
+        disconnect(index, &backend_of(volume)).map_err(|source| system(action(), source))
     })
 }
 
-/// Disconnects device `index` and waits until it is gone.
-fn disconnect(index: u32) -> io::Result<()> {
+/// Disconnects device `index` of `backend` and waits until it is gone. Does nothing if the number is not that
+/// device's any more: another program may have disconnected it, and another volume may have got the number.
+/// The driver compares no identifier when it disconnects a device.
+fn disconnect(index: u32, backend: &str) -> io::Result<()> {
+    if !sysfs::has_backend(index, backend)? {
+        return Ok(());
+    }
     driver_link::call(move |driver| driver.disconnect(index))?;
-    let gone = wait::until(STOP_LIMIT, || Ok::<_, io::Error>((!sysfs::is_connected(index)).then_some(())))?;
+    let gone = wait::until(STOP_LIMIT, || {
+        let is_gone = !sysfs::is_connected(index) || !sysfs::has_backend(index, backend)?;
+        Ok::<_, io::Error>(is_gone.then_some(()))
+    })?;
     gone.ok_or_else(|| {
         let text = "the device is disconnected but open in another process; it is removed when that process \
          closes it";
@@ -340,7 +348,7 @@ impl Device for NbdDevice {
             self.closed.store(true, Ordering::Release);
             let number = self.number.take();
             let removed = remove_node_first(&self.device_dir, &self.volume, number, || {
-                disconnect(index)
+                disconnect(index, &self.backend)
                     .map_err(|source| system(format!("disconnect {}", sysfs::name(index)), source))
             });
             if let Err(error) = removed {
@@ -374,13 +382,18 @@ impl Device for NbdDevice {
     }
 
     fn in_use(&self) -> Option<String> {
-        self.number.and_then(|_| node::in_use(&self.device_dir.join(self.volume.as_str())))
+        // The users of a number that another volume has are not ours.
+        let is_lost = self.is_there().is_ok_and(|is_there| !is_there);
+        self.number.filter(|_| !is_lost)?;
+        node::in_use(&self.device_dir.join(self.volume.as_str()))
     }
 
     fn stop(&mut self) -> Result<(), FrontendError> {
         if let Some(number) = self.number {
             node::remove(&self.device_dir, &self.volume, number)?;
-            if let Some(index) = self.record.kernel_id {
+            if self.is_there()?
+                && let Some(index) = self.record.kernel_id
+            {
                 node::write_back(&self.volume, Path::new("/dev").join(sysfs::name(index)));
             }
             // Not before: a stop that is tried again must not skip this.
@@ -389,11 +402,20 @@ impl Device for NbdDevice {
         self.closed.store(true, Ordering::Release);
         self.kernel_ends.clear();
         let Some(index) = self.record.kernel_id else { return Ok(()) };
-        disconnect(index).map_err(|source| system(format!("disconnect {}", sysfs::name(index)), source))
+        disconnect(index, &self.backend)
+            .map_err(|source| system(format!("disconnect {}", sysfs::name(index)), source))
     }
 }
 
 impl NbdDevice {
+    /// Returns true if the kernel's device still exists and is ours. If another program has disconnected it,
+    /// its number may belong to another volume.
+    fn is_there(&self) -> Result<bool, FrontendError> {
+        let Some(index) = self.record.kernel_id else { return Ok(false) };
+        sysfs::has_backend(index, &self.backend)
+            .map_err(|source| system(format!("read the identifier of {}", sysfs::name(index)), source))
+    }
+
     /// Makes a new device.
     fn connect(&mut self) -> Result<u32, FrontendError> {
         let sockets = std::mem::take(&mut self.kernel_ends);

@@ -6,6 +6,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use shorthorn_linux::block_device::is_gone;
 use shorthorn_types::limits::SECTOR_BYTES;
 
 use crate::node::DeviceNumber;
@@ -30,6 +31,22 @@ pub(super) fn backend(index: u32) -> Option<String> {
 fn backend_in(root: &Path, index: u32) -> Option<String> {
     let text = fs::read_to_string(attribute(root, index, "backend")).ok()?;
     Some(text.trim_end_matches('\n').to_owned())
+}
+
+/// Returns true if device `index` was made with the identifier `backend`, and is still connected.
+///
+/// # Errors
+/// The identifier cannot be read, although the device may be connected.
+pub(super) fn has_backend(index: u32, backend: &str) -> io::Result<bool> {
+    has_backend_in(Path::new(BLOCK), index, backend)
+}
+
+fn has_backend_in(root: &Path, index: u32, backend: &str) -> io::Result<bool> {
+    match fs::read_to_string(attribute(root, index, "backend")) {
+        Ok(text) => Ok(text.trim_end_matches('\n') == backend),
+        Err(error) if is_gone(&error) => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 /// Returns true if device `index` is connected, or not yet completely disconnected.
@@ -134,6 +151,14 @@ mod tests {
         assert_eq!(find_in(dir.path(), "shorthorn:b").unwrap(), [0; 0]);
         assert_eq!(backend_in(dir.path(), 4).as_deref(), Some("shorthorn:ab"));
         assert!(find_in(&dir.path().join("none"), "shorthorn:a").is_err());
+
+        let has_backend = |index, backend| has_backend_in(dir.path(), index, backend);
+        assert!(has_backend(12, "shorthorn:a").unwrap());
+        assert!(!has_backend(4, "shorthorn:a").unwrap(), "another volume has the number");
+        assert!(!has_backend(5, "shorthorn:a").unwrap(), "another program has the number");
+        assert!(!has_backend(6, "shorthorn:a").unwrap(), "no device has the number");
+        fs::create_dir_all(dir.path().join("nbd7/backend")).unwrap();
+        assert!(has_backend(7, "shorthorn:a").is_err(), "the identifier is not known");
     }
 
     #[test]
