@@ -156,7 +156,9 @@ fn choose_portal(spec: &FrontendSpec) -> Result<Portal, FrontendError> {
     Err(system(format!("find a loopback address for the iSCSI target of {volume}"), source))
 }
 
-/// Takes over the file of the last engine if that has handed it over and its target still works.
+/// Takes over the file of the last engine if that has handed it over and its target still works. A target of
+/// another size is replaced: the volume may have grown since, and tgtd reads the size only when it opens the
+/// file.
 fn take_over(
     spec: &FrontendSpec,
     files: &TargetFiles,
@@ -166,8 +168,22 @@ fn take_over(
     let (Some(channel), true) = (channel, spec.previous.is_some()) else { return Ok(None) };
     let failed = |source| system(format!("look for the iSCSI target of {}", spec.volume), source);
     let process = files.process().map_err(failed)?;
-    let session = IscsiSession::find(&spec.volume).map_err(failed)?;
-    Ok(process.filter(|_| session.is_some()).map(|process| (channel, process)))
+    let Some(session) = IscsiSession::find(&spec.volume).map_err(failed)? else { return Ok(None) };
+    let shown = session.size_bytes().map_err(failed)?;
+    if !is_current(shown, spec.size_bytes) {
+        tracing::info!(
+            volume = %spec.volume, shown, size_bytes = spec.size_bytes,
+            "iscsi: replacing the target, which has another size than the volume"
+        );
+        return Ok(None);
+    }
+    Ok(process.map(|process| (channel, process)))
+}
+
+/// Returns true if a target whose disk has the size `shown` can be used for a volume of `size_bytes`. If the
+/// kernel has not found the disk yet, it reads the size from the target later.
+fn is_current(shown: Option<u64>, size_bytes: u64) -> bool {
+    shown.is_none_or(|shown| shown == size_bytes)
 }
 
 /// Removes the file of a dead engine with the tgtd that waits for it, and mounts a new one.
@@ -252,6 +268,11 @@ impl IscsiDevice {
         &self.server.target.volume
     }
 
+    /// Returns the size of the volume, which its disk may not have yet.
+    fn volume_bytes(&self) -> u64 {
+        self.file.size_bytes.load(Ordering::Relaxed)
+    }
+
     fn failed(&self, action: &str, source: io::Error) -> FrontendError {
         system(format!("{action} the iSCSI disk of {}", self.volume()), source)
     }
@@ -273,7 +294,7 @@ impl IscsiDevice {
 
     /// Waits until the kernel knows the size of the volume.
     fn catch_up(&self, session: &IscsiSession, disk: &str) -> Result<(), FrontendError> {
-        let size_bytes = self.size_bytes();
+        let size_bytes = self.volume_bytes();
         let mut rescan: Option<Child> = None;
         let seen = wait::until(DISK_LIMIT, || {
             if session::has_size(disk, size_bytes)? {
@@ -335,7 +356,7 @@ impl Device for IscsiDevice {
         let (session, disk) = session::wait_for_disk(self.volume(), DISK_LIMIT)
             .map_err(|source| self.failed("find", source))?;
         self.catch_up(&session, &disk)?;
-        let number = node::wait_until_ready(&disk, self.size_bytes(), events.as_ref(), DISK_LIMIT)?;
+        let number = node::wait_until_ready(&disk, self.volume_bytes(), events.as_ref(), DISK_LIMIT)?;
         session.let_requests_wait().map_err(|source| self.failed("set the timer of", source))?;
         self.write_zeroes_as_data(&session);
         let path = node::publish(&self.device_dir, self.volume(), number)?;
@@ -352,7 +373,9 @@ impl Device for IscsiDevice {
     }
 
     fn size_bytes(&self) -> u64 {
-        self.file.size_bytes.load(Ordering::Relaxed)
+        let session = IscsiSession::find(self.volume()).ok().flatten();
+        let shown = session.and_then(|session| session.size_bytes().ok().flatten());
+        shown.unwrap_or_else(|| self.volume_bytes())
     }
 
     /// Announces the size. tgtd reads it only when it opens the file, so a new one is started, and requests
@@ -391,5 +414,17 @@ impl Device for IscsiDevice {
         self.server.stop()?;
         self.server.files.remove();
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_target_of_another_size_is_replaced() {
+        assert!(is_current(Some(1 << 20), 1 << 20));
+        assert!(!is_current(Some(1 << 20), 2 << 20), "tgtd does not learn the new size");
+        assert!(is_current(None, 1 << 20), "the disk is not found yet");
     }
 }

@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use shorthorn_linux::block_device::size_in;
 use shorthorn_types::VolumeName;
 
 use super::commands::{LUN, WAIT_S, target_name};
@@ -66,6 +67,16 @@ impl IscsiSession {
         let unit = self.unit()?;
         let entry = fs::read_dir(unit.join("block")).ok()?.find_map(Result::ok)?;
         entry.file_name().into_string().ok()
+    }
+
+    /// Returns the size of the volume's disk in bytes; none while the kernel has not found it.
+    ///
+    /// # Errors
+    /// The error of sysfs.
+    pub(super) fn size_bytes(&self) -> io::Result<Option<u64>> {
+        let Some(unit) = self.unit() else { return Ok(None) };
+        let Some(disk) = self.disk() else { return Ok(None) };
+        size_in(&unit.join("block").join(disk))
     }
 
     /// Returns the folder of the volume's unit: H:0:0:1.
@@ -199,7 +210,12 @@ mod tests {
         assert_eq!(find("v-1").unwrap().disk().as_deref(), Some("sda"));
         assert_eq!(find("v-10").unwrap().disk().as_deref(), Some("sdc"));
         assert_eq!(find("v-2"), None, "another target with the name");
+        let attribute = dir.path().join("session3/device/target3:0:0/3:0:0:1/block/sdc/size");
+        assert_eq!(find("v-10").unwrap().size_bytes().unwrap(), None, "the kernel has not read it yet");
+        fs::write(attribute, "2048\n").unwrap();
+        assert_eq!(find("v-10").unwrap().size_bytes().unwrap(), Some(1 << 20));
         let new = find("new").unwrap();
+        assert_eq!(new.size_bytes().unwrap(), None);
         assert_eq!(new.disk(), None);
         assert!(new.is_logged_in());
         fs::write(new.folder.join("state"), "FAILED\n").unwrap();
