@@ -5,6 +5,7 @@
 //! thread: it brings the device up while the queues already serve, resizes it and removes it.
 
 mod device;
+mod first_read;
 mod host;
 mod iscsi;
 mod kernel_release;

@@ -30,6 +30,7 @@ use std::time::Duration;
 
 use shorthorn_types::VolumeName;
 
+use crate::first_read::first_read;
 use crate::host::Host;
 use crate::nbd::read_once;
 use crate::node::remove_node_first;
@@ -60,8 +61,8 @@ const DISK_LIMIT: Duration = Duration::from_secs(60);
 /// The time limit for an attribute of a disk. The kernel writes an attribute from memory, but may have to
 /// wait for a scan of the disk.
 const ATTRIBUTE_LIMIT: Duration = Duration::from_secs(10);
-/// The time limit for a disk to answer a first read. The read waits for the connection, which the initiator
-/// makes within [`RECONNECT_LIMIT`].
+/// The time limit for a new disk to answer a first read. The read waits for the connection, which the
+/// initiator makes within [`RECONNECT_LIMIT`].
 const ALIVE_LIMIT: Duration = Duration::from_secs(60);
 /// The time limit for the disk of a dead engine to answer a read, which would show that it is not dead. A
 /// live engine answers within milliseconds, and a start after a death waits for this.
@@ -361,8 +362,9 @@ impl Device for IscsiDevice {
         self.write_zeroes_as_data(&session);
         let path = node::publish(&self.device_dir, self.volume(), number)?;
         self.number = Some(number);
-        if !self.refuses_requests {
-            read_once(path.clone(), ALIVE_LIMIT)
+        // If the session continues, the queue serves already, and its requests may need the main thread.
+        if events.is_some() && !self.refuses_requests {
+            first_read(&path, ALIVE_LIMIT)
                 .map_err(|source| self.failed("read the first sector of", source))?;
         }
         Ok(path)

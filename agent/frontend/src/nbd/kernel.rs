@@ -20,6 +20,7 @@ use super::netlink::NewDevice;
 use super::protocol::transmission_flags;
 use super::service::NbdConnections;
 use super::sysfs;
+use crate::first_read::first_read;
 use crate::node::remove_node_first;
 use crate::node::{self, DeviceEvents, DeviceNumber};
 use crate::{
@@ -55,8 +56,8 @@ const CONNECTIONS: u16 = 4;
 /// The time limit for kernel and udev to show a new device. They need milliseconds, and a udev with a long
 /// queue of events needs seconds.
 const UDEV_LIMIT: Duration = Duration::from_secs(10);
-/// The time limit for a recovered device to answer a first read. It is longer than the longer time-out, so
-/// that a connection that broke meanwhile is replaced before.
+/// The time limit for a new device to answer a first read. It is longer than the longer time-out, so that a
+/// connection that broke meanwhile is replaced before.
 const ALIVE_LIMIT: Duration = Duration::from_secs(REQUEST_TIMEOUT_S + 15);
 /// The time limit for the device of a dead engine to answer a read, which would show that it is not dead. A
 /// live engine answers within milliseconds, and a start after a death waits for this.
@@ -458,8 +459,9 @@ impl NbdDevice {
         }
         let path = node::publish(&self.device_dir, &self.volume, number)?;
         self.number = Some(number);
-        if !self.refuses_requests {
-            sysfs::read_once(path.clone(), ALIVE_LIMIT)
+        // The queues of a recovered device serve already, and their requests may need the main thread.
+        if new && !self.refuses_requests {
+            first_read(&path, ALIVE_LIMIT)
                 .map_err(|source| system(format!("read the first sector of {name}"), source))?;
         }
         Ok(path)

@@ -110,7 +110,8 @@ pub(super) fn set_request_timer(index: u32, default_ms: u32, value_ms: u32) {
     queue_attribute::lower_from(&name(index), "io_timeout", default_ms, value_ms, consequence);
 }
 
-/// Reads the first sector through the block device `path`, past the page cache, within `limit`.
+/// Reads the first sector through the block device `path`, past the page cache, within `limit`. The device is
+/// one that this process does not serve: for its own, see [`crate::first_read`].
 ///
 /// # Errors
 /// The error of the device; [`io::ErrorKind::TimedOut`] if it does not answer.
