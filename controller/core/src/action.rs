@@ -98,7 +98,7 @@ pub enum AgentCall {
     },
     /// Stops an engine although its device is in use, unless it serves or has served a short time ago.
     ForceStopEngine {
-        /// The volume of the engine.
+        /// The deleted or detached volume whose engine ends.
         volume: VolumeName,
         /// The limit: an engine of a later attachment continues.
         attach: Option<u64>,

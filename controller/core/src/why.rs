@@ -247,8 +247,8 @@ impl Explainer<'_> {
         self.say("The engine does not serve, so requests of the users wait, and so does an unmount.");
         self.hint(format!(
             "If the missing replicas are lost for good: shorthornctl volume detach {0} --force, and then \
-             shorthornctl volume salvage {0}. Requests that wait get errors; writes in progress and data in the \
-             page cache are lost.",
+             shorthornctl volume salvage {0}. Requests that wait get errors. Writes in progress and data in \
+             the page cache are lost.",
             self.name
         ));
     }

@@ -136,8 +136,8 @@ impl Table {
         others.filter_map(|(_, entry)| ports::of(&entry.spec)).collect()
     }
 
-    /// Returns true if requests of an engine's users have waited for a minute, and may wait for ever: it is
-    /// frozen, cannot open its volume, or has no process. A process that reports no status may serve.
+    /// Returns true if requests of an engine's users have waited for a minute, and may wait for ever. The
+    /// engine is frozen, cannot open its volume, or has no process. A process without a status may serve.
     pub fn is_unserved(&self, id: &InstanceId) -> bool {
         let inner = self.lock();
         let Some(entry) = inner.entries.get(id) else { return false };

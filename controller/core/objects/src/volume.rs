@@ -58,7 +58,7 @@ pub struct VolumeSpec {
     #[serde(rename = "nodeID", default, skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<schema::NodeName>")]
     pub node_id: Option<NodeName>,
-    /// The newest attachment that was detached by force: its engine is stopped although its device is in use,
+    /// The newest attachment that was detached by force. Its engine is stopped although its device is in use,
     /// once the engine has not served for a minute. 0: none.
     #[serde(default, with = "shorthorn_types::optional::number", skip_serializing_if = "Option::is_none")]
     #[schemars(with = "u64")]
