@@ -285,12 +285,13 @@ impl Authority {
         now: UnixTime,
     ) -> Result<usize, AuthorityError> {
         self.prune(now);
-        let meant: Vec<Revoked> = self
-            .issued
+        let is_meant = |issued: &&Issued| is_meant(issued) && !self.is_revoked(&issued.serial);
+        let issued: Vec<&Issued> = self.issued.iter().filter(is_meant).collect();
+        let meant: Vec<Revoked> = issued
             .iter()
-            .filter(|issued| is_meant(issued) && !self.is_revoked(&issued.serial))
             .map(|issued| Revoked { serial: issued.serial.clone(), not_after: issued.not_after })
             .collect();
+        let roles: Vec<Role> = issued.iter().map(|issued| issued.role.clone()).collect();
         if meant.is_empty() {
             return Err(AuthorityError::NothingToRevoke);
         }
@@ -304,6 +305,8 @@ impl Authority {
         self.version += 1;
         let count = meant.len();
         self.revoked.extend(meant);
+        // Its holder may have the token too, and would get another certificate by a repeated enrolment.
+        self.tokens.retain(|token| !roles.iter().any(|role| token.is_of(role)));
         Ok(count)
     }
 

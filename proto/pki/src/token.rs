@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use shorthorn_types::{from_hex, hex};
 use thiserror::Error;
 
+use crate::role::Role;
 use crate::trust::Pin;
 
 const ID_BYTES: usize = 8;
@@ -147,6 +148,13 @@ impl StoredToken {
             expires: now.as_secs().saturating_add(ttl_seconds.min(TTL_MAX_SECONDS)),
             used: None,
         }
+    }
+
+    /// Returns true if the token is for this node only, or the node has used it.
+    pub(crate) fn is_of(&self, role: &Role) -> bool {
+        let Role::Node(node) = role else { return false };
+        let names = [self.node.as_deref(), self.used.as_ref().map(|used| used.node.as_str())];
+        names.contains(&Some(node.as_str()))
     }
 
     /// Returns true if the token cannot be used any more, not even by a repeated request.

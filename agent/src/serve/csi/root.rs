@@ -18,13 +18,18 @@ pub struct Finder {
     configured: Option<PathBuf>,
     proc: PathBuf,
     known: Vec<PathBuf>,
+    /// The user whose kubelet is believed.
+    owner: u32,
 }
+
+/// The agent acts as root in the directory of the kubelet, so no other user may choose it.
+const ROOT: u32 = 0;
 
 impl Finder {
     /// Creates a finder, which trusts `configured`.
     pub fn new(configured: Option<PathBuf>) -> Finder {
         let known = ELSEWHERE.iter().chain([&DEFAULT]).map(PathBuf::from).collect();
-        Finder { configured, proc: "/proc".into(), known }
+        Finder { configured, proc: "/proc".into(), known, owner: ROOT }
     }
 
     /// Returns the directory, if it exists: the configured one, else that of the running kubelet, else that
@@ -33,7 +38,7 @@ impl Finder {
         if let Some(root) = &self.configured {
             return root.is_dir().then(|| root.clone());
         }
-        let running = running(&self.proc);
+        let running = running(&self.proc, self.owner);
         running.into_iter().chain(self.known.iter().cloned()).find(|root| root.is_dir())
     }
 
@@ -51,14 +56,17 @@ impl Finder {
     }
 }
 
-/// Returns the directories of the kubelets that run on this host; not of those in containers, whose paths
-/// mean something else.
-fn running(proc: &Path) -> Vec<PathBuf> {
+/// Returns the directories of the kubelets of `owner` that run on this host; not of those in containers, whose
+/// paths mean something else.
+fn running(proc: &Path, owner: u32) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(proc) else { return Vec::new() };
     let processes = entries.flatten().map(|entry| entry.path());
     let processes = processes
         .filter(|path| path.file_name().is_some_and(|name| name.as_bytes().iter().all(u8::is_ascii_digit)));
     let of = |process: PathBuf| {
+        if fs::metadata(&process).ok()?.uid() != owner {
+            return None;
+        }
         // First its short name: reading the command line of a process that hangs can hang, too.
         if fs::read(process.join("comm")).ok()?.trim_ascii() != PROGRAM.as_bytes() {
             return None;
@@ -137,8 +145,9 @@ mod tests {
         for name in ["proc", "known", "running", "contained"] {
             fs::create_dir(path(name)).unwrap();
         }
-        let mut finder =
-            Finder { configured: None, proc: path("proc"), known: vec![path("none"), path("known")] };
+        let owner = fs::metadata(path("proc")).unwrap().uid();
+        let known = vec![path("none"), path("known")];
+        let mut finder = Finder { configured: None, proc: path("proc"), known, owner };
         assert_eq!(finder.find(), Some(path("known")));
         let option = |name: &str| format!("--root-dir={}", path(name).display());
         // A kubelet in a container of this host, as kind has them.
@@ -146,6 +155,8 @@ mod tests {
         assert_eq!(finder.find(), Some(path("known")));
         process(&path("proc"), "71", Path::new("/"), &["/kubelet", &option("running")]);
         assert_eq!(finder.find(), Some(path("running")));
+        finder.owner = owner + 1;
+        assert_eq!(finder.find(), Some(path("known")), "any user can name a program kubelet");
         finder.configured = Some(path("missing"));
         assert_eq!(finder.find(), None, "the configured directory does not exist yet");
         fs::create_dir(path("missing")).unwrap();

@@ -203,6 +203,24 @@ fn a_node_joins_once_by_token_and_only_under_its_name() {
 }
 
 #[test]
+fn a_revocation_ends_the_join_tokens_of_the_node() {
+    let mut authority = authority();
+    let token = |authority: &mut Authority, node| authority.create_token(node, 60, at(0)).unwrap();
+    let [used, only_for_it, of_other] = [None, Some("a"), Some("b")].map(|node| token(&mut authority, node));
+    let request = |name| {
+        let key = PrivateKey::generate().unwrap();
+        CertificateRequest::from_der(&key.request(name).unwrap()).unwrap()
+    };
+    let of_a = request("a");
+    authority.enrol(&used, "a", &of_a, at(1)).unwrap();
+    authority.enrol(&used, "a", &of_a, at(2)).unwrap();
+    authority.revoke(|issued| issued.role == node("a"), at(3)).unwrap();
+    assert!(authority.enrol(&used, "a", &of_a, at(4)).is_err(), "the answer of an enrolment is not repeated");
+    assert!(authority.enrol(&only_for_it, "a", &request("a"), at(4)).is_err());
+    authority.enrol(&of_other, "b", &request("b"), at(4)).unwrap();
+}
+
+#[test]
 fn a_certificate_of_a_name_that_no_node_can_have_is_revoked() {
     let mut authority = authority();
     for name in ["a", "b"] {

@@ -54,7 +54,7 @@ impl<'a> StatusUpdate<'a> {
     /// Draws the number of the next attachment and returns it. It is above the volume's own, and above
     /// `known`, the newest one that any process knows.
     pub(super) fn draw_attach(&mut self, known: Option<u64>) -> u64 {
-        let drawn = self.next.attach.max(known).unwrap_or_default() + 1;
+        let drawn = self.next.attach.max(known).unwrap_or_default().saturating_add(1);
         self.next.attach = Some(drawn);
         self.next.attach_started_at = Some(self.now);
         drawn

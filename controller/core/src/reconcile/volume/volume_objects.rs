@@ -8,6 +8,10 @@ use crate::objects::{Engine, Replica, Volume};
 use crate::observed::{Detail, GrantWanted, InstanceKey, InstanceState, ObservedReplica};
 use crate::reconcile::{Context, Reachability, engine, is_given_up, reachability};
 
+/// The most attachments that a process may know beyond the stored one: more than those between a backup of
+/// the store and its restoration, and less than would use up the numbers.
+const ATTACHES_AHEAD_MAX: u64 = 1 << 32;
+
 /// The stored objects of one volume. Its methods answer questions about them, and about the processes that
 /// agents report. A run changes none of them.
 pub(super) struct VolumeObjects<'a> {
@@ -117,14 +121,21 @@ impl<'a> VolumeObjects<'a> {
             }
         });
         let of_engine = self.engine.and_then(|engine| engine.spec.attach);
+        let processes = processes.filter(|attach| self.is_plausible(*attach));
         processes.chain(self.refused_attach()).chain(of_engine).max()
+    }
+
+    /// Returns true unless the number of an attachment is far above the stored one. A node that reports such
+    /// a number would otherwise use up the numbers of the volume.
+    fn is_plausible(&self, attach: u64) -> bool {
+        attach <= self.volume.status.attach.unwrap_or(0).saturating_add(ATTACHES_AHEAD_MAX)
     }
 
     /// Returns the newest attachment that has opened a replica in reach. An engine may be of another volume
     /// of this name, a replica is not.
     pub(super) fn refused_attach(&self) -> Option<u64> {
         let attach = |replica: &&Replica| self.observed_replica(replica)?.attach;
-        self.replicas.iter().filter_map(attach).max()
+        self.replicas.iter().filter_map(attach).filter(|attach| self.is_plausible(*attach)).max()
     }
 
     /// Returns the newest view that the engine of this attachment has committed, as a replica that has stored

@@ -453,3 +453,27 @@ fn the_fence_before_a_salvage_does_not_use_up_its_number() {
         assert!(lost.is_fenced(), "by {number} of {attach}");
     }
 }
+
+/// A node that was broken into may report any number, also for volumes that it never had.
+#[test]
+fn numbers_far_above_the_stored_one_are_not_believed() {
+    for reported in [u64::MAX, u64::MAX - 1, 1 << 63] {
+        let mut lost = restored(VolumeState::Attaching);
+        lost.replica_says(1, reported, view(OLD, 1, &[0, 1]));
+        let engine = crate::observed::ObservedEngine {
+            attach: Some(reported),
+            ..crate::observed::ObservedEngine::default()
+        };
+        let instance = Instance {
+            state: InstanceState::Stopped,
+            message: None,
+            detail: Detail::Engine(Box::new(engine)),
+        };
+        let key = InstanceKey::engine(&VolumeName::new("v").unwrap());
+        lost.agents.get_mut(&node(1)).unwrap().instances.insert(key, instance);
+        lost.change(|volume| volume.status.state = VolumeState::Detached);
+        lost.change(|volume| volume.status.current_node_id = None);
+        lost.run();
+        assert_eq!(lost.volume().status.attach, Some(OLD + 1), "{reported}");
+    }
+}
