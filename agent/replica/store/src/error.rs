@@ -92,9 +92,10 @@ pub enum StoreError {
     },
     /// The file system stores a block of zeroes as a hole.
     #[error(
-        "the file system of {} stores blocks of zeroes as holes, which would bring back data of older layers. \
-         Turn its compression off (zfs set compression=off), or put replicas on XFS or ext4. A replica with \
-         snapshots that was written there may show older data: have it rebuilt from another one", .0.display()
+        "the file system of {} stores blocks of zeroes as holes, which would bring back data of older \
+         layers. Turn its compression off (zfs set compression=off), or put replicas on XFS or ext4. A \
+         replica with snapshots that was written there may show older data: have it rebuilt from another \
+         one", .0.display()
     )]
     ZeroesAsHoles(PathBuf),
     /// The directory has a replica already.

@@ -134,8 +134,8 @@ fn try_on(directory: &Directory, file: &File, direct_io: bool) -> Result<HostFil
     })
 }
 
-/// Checks that a durable block of zeroes counts as data: it has to hide the data of older layers. `first_data`
-/// is the position of the first data from [`ZEROES_OFFSET`] on, if any.
+/// Checks that a durable block of zeroes counts as data: it has to hide the data of older layers.
+/// `first_data` is the position of the first data from [`ZEROES_OFFSET`] on, if any.
 fn check_zeroes(directory: &Path, first_data: Option<u64>) -> Result<(), StoreError> {
     if first_data == Some(ZEROES_OFFSET) {
         return Ok(());
