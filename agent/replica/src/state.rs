@@ -105,7 +105,7 @@ pub(crate) fn holds_data(store: &Store) -> Result<bool, ReplicaError> {
 mod tests {
     use std::path::Path;
 
-    use shorthorn_store::CreateOptions;
+    use shorthorn_store::{CreateOptions, OpenOptions};
     use shorthorn_types::{Members, Secret};
 
     use super::*;
@@ -155,5 +155,36 @@ mod tests {
         assert_eq!(kept["leases"]["a"], serde_json::json!([1, 2]), "{kept}");
         assert_eq!(kept["views"]["generation"]["attach"], 3);
         store.close().unwrap();
+    }
+
+    /// Makes a directory with data as Longhorn leaves it.
+    fn of_longhorn(directory: &Path) {
+        let created = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
+        let mut store = Store::create(directory, created).unwrap();
+        store.write_at(&[7; 4096], 0, true).unwrap();
+        store.close().unwrap();
+        for entry in std::fs::read_dir(directory).unwrap() {
+            let entry = entry.unwrap();
+            if entry.file_name().to_string_lossy().starts_with("shorthorn.") {
+                std::fs::remove_file(entry.path()).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn a_directory_of_longhorn_is_accepted_after_an_interrupted_start_and_a_lost_state_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let directory = dir.path().join("v1-00000001");
+        of_longhorn(&directory);
+        let spec = spec(&directory);
+        let load = |store: &mut Store| load_views(store, &mut Owner::of(&spec), &spec);
+        let open = || Store::open(&directory, OpenOptions::default()).unwrap();
+        drop(open());
+        load(&mut open()).unwrap();
+        load(&mut open()).unwrap();
+        std::fs::remove_file(directory.join("shorthorn.state")).unwrap();
+        for _ in 0..2 {
+            assert!(matches!(load(&mut open()), Err(ReplicaError::StateLost(_))));
+        }
     }
 }

@@ -20,6 +20,7 @@ use shorthorn_chain::VOLUME_META;
 use crate::directory::{Directory, stat_of};
 use crate::error::StoreError;
 use crate::info::Provenance;
+use crate::state::STATE_FILE;
 use crate::sums_files::BLOCK_SUMS_FILE;
 
 pub(crate) const EPOCH_RECORD_FILE: &str = "shorthorn.guard";
@@ -60,6 +61,10 @@ pub(crate) struct EpochRecord {
     /// The newest series so far.
     #[serde(default)]
     last_series: u64,
+    /// True from the opening of another program's directory until a state is saved. Until then the directory
+    /// is not one that has lost its state. A version without the field drops it with any write.
+    #[serde(default)]
+    awaits_state: bool,
     /// True if the callers that change the volume keep the set of regions without sums.
     #[serde(skip)]
     keeps_sums: bool,
@@ -85,8 +90,10 @@ impl EpochRecord {
         found: Option<EpochRecord>,
     ) -> Result<(EpochRecord, Provenance), StoreError> {
         let volume_meta = identity(directory, VOLUME_META)?;
+        let has_state = directory.stat(STATE_FILE)?.is_some();
         let Some(mut epoch_record) = found else {
-            let epoch_record = EpochRecord { volume_meta: vec![volume_meta], ..EpochRecord::new() };
+            let volume_meta = vec![volume_meta];
+            let epoch_record = EpochRecord { volume_meta, awaits_state: !has_state, ..EpochRecord::new() };
             return Ok((epoch_record, Provenance::Foreign { why: "Shorthorn has no record".to_owned() }));
         };
         let mut why = None;
@@ -99,9 +106,16 @@ impl EpochRecord {
         }
         epoch_record.head = None;
         epoch_record.volume_meta = vec![volume_meta];
-        let Some(why) = why else { return Ok((epoch_record, Provenance::Ours)) };
+        epoch_record.awaits_state &= !has_state;
+        let Some(why) = why else {
+            let why = "no state was saved since another program had the directory".to_owned();
+            let provenance =
+                if epoch_record.awaits_state { Provenance::Foreign { why } } else { Provenance::Ours };
+            return Ok((epoch_record, provenance));
+        };
         epoch_record.epoch += 1;
         epoch_record.block_sums = None;
+        epoch_record.awaits_state = !has_state;
         Ok((epoch_record, Provenance::Foreign { why }))
     }
 
@@ -131,6 +145,15 @@ impl EpochRecord {
     pub fn seal(&mut self, directory: &Directory, head: &str) -> Result<(), StoreError> {
         self.head = HeadIdentity::of(directory, head)?;
         Ok(())
+    }
+
+    /// Records, durably, that a state was saved or is about to be: from now on a missing state is a loss.
+    pub fn expect_state(&mut self, directory: &Directory) -> Result<(), StoreError> {
+        if !self.awaits_state {
+            return Ok(());
+        }
+        self.awaits_state = false;
+        self.save(directory).inspect_err(|_| self.awaits_state = true)
     }
 
     pub fn epoch(&self) -> u64 {
@@ -257,6 +280,7 @@ mod tests {
             known_sizes,
             block_sums: Some(3),
             last_series: 3,
+            awaits_state: false,
             keeps_sums: false,
         }
     }

@@ -310,20 +310,23 @@ impl Store {
         state::load(self.medium.directory(), trusted)
     }
 
-    /// Saves bytes beside the volume, durably and whole.
+    /// Saves bytes beside the volume, durably and whole. From then on a missing state is a loss.
     ///
     /// # Errors
-    /// An I/O error; the former state still exists then.
+    /// An I/O error. A former state still exists then, and a first state may exist.
     pub fn save_state(&mut self, payload: &[u8]) -> Result<()> {
-        self.state_writer()?.save(payload)
+        self.medium.check_writable()?;
+        StateWriter::new(self.medium.shared_directory(), self.epoch_record.epoch()).save(payload)?;
+        self.epoch_record.expect_state(self.medium.directory())
     }
 
-    /// Saves state from another thread. Hold one writer at a time.
+    /// Saves state from another thread. Hold one writer at a time. From now on a missing state is a loss.
     ///
     /// # Errors
-    /// [`StoreError::ReadOnly`].
-    pub fn state_writer(&self) -> Result<StateWriter> {
+    /// [`StoreError::ReadOnly`], or an I/O error.
+    pub fn state_writer(&mut self) -> Result<StateWriter> {
         self.medium.check_writable()?;
+        self.epoch_record.expect_state(self.medium.directory())?;
         Ok(StateWriter::new(self.medium.shared_directory(), self.epoch_record.epoch()))
     }
 

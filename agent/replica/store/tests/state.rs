@@ -104,6 +104,48 @@ fn a_lost_record_makes_the_state_outdated() {
 }
 
 #[test]
+fn a_missing_state_is_a_loss_only_after_the_first_save() {
+    let fixture = Fixture::unpack("lhsimple");
+    let path = fixture.path();
+    let is_foreign = |store: &Store| store.info().provenance != Provenance::Ours;
+    // Openings that are interrupted before a state is saved.
+    for _ in 0..3 {
+        assert!(is_foreign(&open(path)));
+    }
+    // A save that is interrupted before the record of it.
+    let mut store = open(path);
+    let in_the_way = path.join("shorthorn.guard.tmp");
+    std::fs::create_dir(&in_the_way).unwrap();
+    store.save_state(b"hello").unwrap_err();
+    drop(store);
+    std::fs::remove_dir(&in_the_way).unwrap();
+    let store = open(path);
+    assert!(!is_foreign(&store));
+    assert_eq!(store.load_state().unwrap(), SavedState::Current(b"hello".to_vec()));
+    drop(store);
+    std::fs::remove_file(path.join("shorthorn.state")).unwrap();
+    for _ in 0..2 {
+        assert!(!is_foreign(&open(path)));
+    }
+}
+
+#[test]
+fn a_state_that_was_saved_in_the_same_session_is_missed() {
+    let save: [fn(&mut Store); 2] = [
+        |store| store.save_state(b"hello").unwrap(),
+        |store| store.state_writer().unwrap().save(b"hello").unwrap(),
+    ];
+    for save in save {
+        let fixture = Fixture::unpack("lhsimple");
+        let mut store = open(fixture.path());
+        save(&mut store);
+        drop(store);
+        std::fs::remove_file(fixture.path().join("shorthorn.state")).unwrap();
+        assert_eq!(open(fixture.path()).info().provenance, Provenance::Ours);
+    }
+}
+
+#[test]
 fn operations_keep_the_state() {
     let fixture = with_state(true);
     let mut store = open(fixture.path());
@@ -139,7 +181,7 @@ fn damage_is_refused() {
 #[test]
 fn another_thread_can_save() {
     let fixture = with_state(true);
-    let store = open(fixture.path());
+    let mut store = open(fixture.path());
     let mut writer = store.state_writer().unwrap();
     std::thread::spawn(move || writer.save(b"from there").unwrap()).join().unwrap();
     assert_eq!(store.load_state().unwrap(), SavedState::Current(b"from there".to_vec()));
