@@ -57,6 +57,8 @@ fn wait(directory: &Directory, is_read_only: bool, limit: Duration) -> Result<()
                 }
             }
         }
+        // Not left to the end of the file: a child process has it too until it executes its program.
+        file.unlock().map_err(|error| StoreError::io("unlock", directory.path_of(&name), error))?;
     }
     Ok(())
 }
@@ -71,6 +73,8 @@ fn io_error(error: TryLockError) -> std::io::Error {
 #[cfg(test)]
 mod tests {
     use std::path::Path;
+    use std::process::Command;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use shorthorn_regions::SetKey;
 
@@ -126,5 +130,27 @@ mod tests {
             opening.join().unwrap()
         });
         opened.unwrap().close().unwrap();
+    }
+
+    /// A child process has the files of its parent until it executes its program.
+    #[test]
+    fn no_lock_of_the_wait_is_left_to_a_child_process() {
+        let temp = tempfile::tempdir().unwrap();
+        let directory = Directory::open(temp.path()).unwrap();
+        directory.write("head", b"data").unwrap();
+        let is_done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_done.load(Ordering::Relaxed) {
+                    Command::new("true").status().unwrap();
+                }
+            });
+            let locked = (0..2_000).try_for_each(|_| {
+                wait_for_former_writes(&directory, false)?;
+                open_for_writes(&directory, "head", OFlag::empty()).map(drop)
+            });
+            is_done.store(true, Ordering::Relaxed);
+            locked.unwrap();
+        });
     }
 }
