@@ -56,8 +56,8 @@ impl Finder {
     }
 }
 
-/// Returns the directories of the kubelets of `owner` that run on this host; not of those in containers, whose
-/// paths mean something else.
+/// Returns the directories of the kubelets of `owner` that run on this host; not of those in containers,
+/// whose paths mean something else.
 fn running(proc: &Path, owner: u32) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(proc) else { return Vec::new() };
     let processes = entries.flatten().map(|entry| entry.path());

@@ -27,8 +27,8 @@ impl VolumeReconciler<'_> {
             return false;
         }
         let next = self.draw_attach();
-        // The volume may have been attached elsewhere since the backup. Only the device of the engine that has
-        // used this number, or of a later one, continues.
+        // The volume may have been attached elsewhere since the backup. Only the device of the engine that
+        // has used this number, or of a later one, continues.
         self.status.attached_since_at_least(refused);
         if self.stored.status.state == VolumeState::Attached {
             self.enter(VolumeState::Attaching);

@@ -8,8 +8,8 @@ use crate::objects::{Engine, Replica, Volume};
 use crate::observed::{Detail, GrantWanted, InstanceKey, InstanceState, ObservedReplica};
 use crate::reconcile::{Context, Reachability, engine, is_given_up, reachability};
 
-/// The most attachments that a process may know beyond the stored one: more than those between a backup of
-/// the store and its restoration, and less than would use up the numbers.
+/// The maximum number of attachments that a process may know beyond the stored one. A volume has fewer
+/// between a backup of the store and its restoration. With more, one report could use up the numbers.
 const ATTACHES_AHEAD_MAX: u64 = 1 << 32;
 
 /// The stored objects of one volume. Its methods answer questions about them, and about the processes that
