@@ -151,9 +151,8 @@ impl Simulation {
     /// Takes the next step of the replacement of the replica that has the place `lost`, if any.
     fn replace_lost(&mut self, lost: Option<usize>, are_others_members: bool) {
         let count = self.guest.replicas.len();
-        let Some(newest) = self.guest.replicas.get(lost.unwrap_or(count.saturating_sub(1))).copied() else {
-            return;
-        };
+        let known = lost.map(|place| &self.guest.replicas[place]).or_else(|| self.guest.replicas.last());
+        let Some(newest) = known.copied() else { return };
         match (lost, self.replacement) {
             (None, _) if count >= self.wanted_replicas => {}
             (None, _) => {
