@@ -15,16 +15,20 @@ use shorthorn_types::limits::SECTOR_BYTES;
 
 use crate::wait;
 
-/// Reads the first sector through the block device `path`, past the page cache, within `limit`. If no child
-/// process can be started, the log has that, and the device counts as one that answers.
+/// The program that reads. Only options that each implementation has are used: dd of uutils 0.8 cannot read
+/// some devices past the page cache (uutils/coreutils #12085). The page cache of a new device has only
+/// answers of this device.
+pub(crate) const PROGRAM: &str = "dd";
+
+/// Reads the first sector through the block device `path` within `limit`. `reader` starts [`PROGRAM`]. If no
+/// child process can be started, the log has that, and the device counts as one that answers.
 ///
 /// # Errors
 /// The error of the device; [`io::ErrorKind::TimedOut`] if it does not answer.
-pub(crate) fn first_read(path: &Path, limit: Duration) -> io::Result<()> {
-    let mut reader = Command::new("dd");
+pub(crate) fn first_read(mut reader: Command, path: &Path, limit: Duration) -> io::Result<()> {
     let mut input = OsString::from("if=");
     input.push(path);
-    reader.arg(input).arg(format!("bs={SECTOR_BYTES}")).args(["count=1", "iflag=direct", "status=none"]);
+    reader.arg(input).arg(format!("bs={SECTOR_BYTES}")).arg("count=1");
     reader.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = match reader.spawn() {
         Ok(child) => child,
@@ -68,15 +72,19 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(10);
 
+    fn dd() -> Command {
+        Command::new(PROGRAM)
+    }
+
     #[test]
     fn a_file_reads_like_a_device() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a device");
         fs::write(&path, [1; 4096]).unwrap();
-        first_read(&path, LIMIT).unwrap();
+        first_read(dd(), &path, LIMIT).unwrap();
         fs::write(&path, [1; 100]).unwrap();
-        assert_eq!(first_read(&path, LIMIT).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
-        let error = first_read(&dir.path().join("missing"), LIMIT).unwrap_err().to_string();
+        assert_eq!(first_read(dd(), &path, LIMIT).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        let error = first_read(dd(), &dir.path().join("missing"), LIMIT).unwrap_err().to_string();
         assert!(error.contains("missing"), "{error}");
     }
 
@@ -85,7 +93,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("pipe");
         mknod(&path, SFlag::S_IFIFO, Mode::S_IRWXU, 0).unwrap();
-        let error = first_read(&path, Duration::from_millis(300)).unwrap_err();
+        let error = first_read(dd(), &path, Duration::from_millis(300)).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         // Those of other tests end with their tests.
         let ended =

@@ -25,6 +25,6 @@ pub use leftovers::discard;
 pub use modules::{NBD_PARTITIONS_REMEDY, nbd_partitions_max};
 #[cfg(shorthorn_fuzzing)]
 pub use nbd::fuzzing;
-pub use nbd::{prepare_nbd, prepare_socket, remove_nbd_leftovers};
+pub use nbd::{is_nbd_of_other_volume, prepare_nbd, prepare_socket, remove_nbd_leftovers};
 pub use queue::{QueueFrontend, QueueIo, Quiesced, RefusedRequest, SOURCE};
 pub use ublk::prepare_ublk;

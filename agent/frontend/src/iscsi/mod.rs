@@ -30,7 +30,7 @@ use std::time::Duration;
 
 use shorthorn_types::VolumeName;
 
-use crate::first_read::first_read;
+use crate::first_read::{self, first_read};
 use crate::host::Host;
 use crate::nbd::read_once;
 use crate::node::remove_node_first;
@@ -364,7 +364,9 @@ impl Device for IscsiDevice {
         self.number = Some(number);
         // If the session continues, the queue serves already, and its requests may need the main thread.
         if events.is_some() && !self.refuses_requests {
-            first_read(&path, ALIVE_LIMIT)
+            // Its disk stays, and answers the reader only when the next engine serves.
+            let reader = self.server.host.daemon("Shorthorn reads a new iSCSI disk", first_read::PROGRAM);
+            first_read(reader, &path, ALIVE_LIMIT)
                 .map_err(|source| self.failed("read the first sector of", source))?;
         }
         Ok(path)

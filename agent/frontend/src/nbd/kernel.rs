@@ -4,6 +4,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -20,7 +21,7 @@ use super::netlink::NewDevice;
 use super::protocol::transmission_flags;
 use super::service::NbdConnections;
 use super::sysfs;
-use crate::first_read::first_read;
+use crate::first_read::{self, first_read};
 use crate::node::remove_node_first;
 use crate::node::{self, DeviceEvents, DeviceNumber};
 use crate::{
@@ -169,6 +170,15 @@ pub fn remove_nbd_leftovers(volume: &VolumeName, device_dir: &Path) -> Result<us
 /// Returns the identifier with which the kernel's device names its volume.
 fn backend_of(volume: &VolumeName) -> String {
     format!("shorthorn:{volume}")
+}
+
+/// Returns true if the number is that of an NBD device which belongs to another volume. After another program
+/// has disconnected a device, the driver gives its number to the next one, and the node of the former volume
+/// leads there.
+#[must_use]
+pub fn is_nbd_of_other_volume(number: DeviceNumber, volume: &VolumeName) -> bool {
+    sysfs::backend_of_number(Path::new("/sys/dev/block"), number)
+        .is_some_and(|backend| backend != backend_of(volume))
 }
 
 /// Removes the remains of an attachment without a record.
@@ -461,7 +471,7 @@ impl NbdDevice {
         self.number = Some(number);
         // The queues of a recovered device serve already, and their requests may need the main thread.
         if new && !self.refuses_requests {
-            first_read(&path, ALIVE_LIMIT)
+            first_read(Command::new(first_read::PROGRAM), &path, ALIVE_LIMIT)
                 .map_err(|source| system(format!("read the first sector of {name}"), source))?;
         }
         Ok(path)

@@ -22,7 +22,7 @@ mod share;
 mod socket;
 mod sysfs;
 
-pub use kernel::{prepare_nbd, remove_nbd_leftovers};
+pub use kernel::{is_nbd_of_other_volume, prepare_nbd, remove_nbd_leftovers};
 pub use socket::prepare_socket;
 pub(crate) use sysfs::read_once;
 

@@ -13,6 +13,8 @@ use crate::node::DeviceNumber;
 use crate::{queue_attribute, wait};
 
 const BLOCK: &str = "/sys/block";
+/// The major number of NBD devices (NBD_MAJOR in linux/major.h).
+const NBD_MAJOR: u32 = 43;
 
 /// Returns the name of device `index` in /dev and /sys/block.
 pub(super) fn name(index: u32) -> String {
@@ -30,6 +32,16 @@ pub(super) fn backend(index: u32) -> Option<String> {
 
 fn backend_in(root: &Path, index: u32) -> Option<String> {
     let text = fs::read_to_string(attribute(root, index, "backend")).ok()?;
+    Some(text.trim_end_matches('\n').to_owned())
+}
+
+/// Returns the identifier with which the device of that number was made. None if it is no NBD device, or not
+/// connected.
+pub(super) fn backend_of_number(root: &Path, number: DeviceNumber) -> Option<String> {
+    if number.major != NBD_MAJOR {
+        return None;
+    }
+    let text = fs::read_to_string(root.join(number.to_string()).join("backend")).ok()?;
     Some(text.trim_end_matches('\n').to_owned())
 }
 
@@ -130,6 +142,18 @@ pub(crate) fn read_once(path: PathBuf, limit: Duration) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_identifier_is_found_by_the_number() {
+        let dir = tempfile::tempdir().unwrap();
+        for number in ["43:32", "8:0"] {
+            fs::create_dir(dir.path().join(number)).unwrap();
+            fs::write(dir.path().join(number).join("backend"), "shorthorn:a\n").unwrap();
+        }
+        let of = |major, minor| backend_of_number(dir.path(), DeviceNumber { major, minor });
+        assert_eq!(of(43, 32).as_deref(), Some("shorthorn:a"));
+        assert_eq!((of(43, 64), of(8, 0)), (None, None));
+    }
 
     #[test]
     fn devices_are_found_by_their_backend() {
