@@ -3,7 +3,6 @@
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, OFlag, fallocate};
@@ -34,6 +33,8 @@ pub(crate) struct HostFileSystem {
     pub alignment_bytes: u32,
     /// Holes can be made.
     pub can_punch: bool,
+    /// A durable block of zeroes is a hole: it does not hide the data of layers below it.
+    pub zeroes_are_holes: bool,
     /// The allocation unit in bytes, if it is smaller than a block. Then a part of a block can be data and
     /// the rest of it a hole. A loss of power or a failed write leaves that, and the rest would read as
     /// zeroes that were never written.
@@ -119,7 +120,7 @@ fn try_on(directory: &Directory, file: &File, direct_io: bool) -> Result<HostFil
     let can_punch = punched && seek(0, Whence::SeekData)?.is_none();
     buffer.as_mut_slice().fill(0);
     file.write_all_at(buffer.as_slice(), ZEROES_OFFSET).and_then(|()| file.sync_all()).map_err(failed)?;
-    check_zeroes(directory.path(), seek(ZEROES_OFFSET, Whence::SeekData)?)?;
+    let zeroes_are_holes = are_holes(seek(ZEROES_OFFSET, Whence::SeekData)?);
     Ok(HostFileSystem {
         direct_io,
         alignment_bytes: if !direct_io {
@@ -130,17 +131,15 @@ fn try_on(directory: &Directory, file: &File, direct_io: bool) -> Result<HostFil
             4096
         },
         can_punch,
+        zeroes_are_holes,
         smaller_unit_bytes,
     })
 }
 
-/// Checks that a durable block of zeroes counts as data: it has to hide the data of older layers.
-/// `first_data` is the position of the first data from [`ZEROES_OFFSET`] on, if any.
-fn check_zeroes(directory: &Path, first_data: Option<u64>) -> Result<(), StoreError> {
-    if first_data == Some(ZEROES_OFFSET) {
-        return Ok(());
-    }
-    Err(StoreError::ZeroesAsHoles(directory.to_owned()))
+/// Returns true unless a durable block of zeroes counts as data. `first_data` is the position of the first
+/// data from [`ZEROES_OFFSET`] on, if any.
+fn are_holes(first_data: Option<u64>) -> bool {
+    first_data != Some(ZEROES_OFFSET)
 }
 
 /// Returns the known abilities of a file system that cannot be written.
@@ -152,7 +151,13 @@ fn from_statfs(directory: &Directory) -> Result<HostFileSystem, StoreError> {
     if unit_bytes > BLOCK_BYTES {
         return Err(StoreError::AllocationUnit { directory: directory.path().to_owned(), unit_bytes });
     }
-    Ok(HostFileSystem { direct_io: false, alignment_bytes: 1, can_punch: false, smaller_unit_bytes: None })
+    Ok(HostFileSystem {
+        direct_io: false,
+        alignment_bytes: 1,
+        can_punch: false,
+        zeroes_are_holes: false,
+        smaller_unit_bytes: None,
+    })
 }
 
 #[cfg(test)]
@@ -160,14 +165,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_system_that_stores_zeroes_as_holes_is_refused() {
-        let directory = Path::new("/disks/a/v1");
-        check_zeroes(directory, Some(ZEROES_OFFSET)).unwrap();
-        for first_data in [None, Some(ZEROES_OFFSET + BLOCK_BYTES)] {
-            let error = check_zeroes(directory, first_data).unwrap_err();
-            assert!(matches!(error, StoreError::ZeroesAsHoles(_)), "{error}");
-            assert_eq!(error.errno(), shorthorn_types::Errno::NOT_SUPPORTED);
-            assert!(error.to_string().contains("zfs set compression=off"), "{error}");
-        }
+    fn a_block_of_zeroes_without_data_is_a_hole() {
+        let found = [Some(ZEROES_OFFSET), None, Some(ZEROES_OFFSET + BLOCK_BYTES)];
+        assert_eq!(found.map(are_holes), [false, true, true]);
     }
 }

@@ -100,6 +100,13 @@ impl Medium {
         if self.is_broken() { Err(self.broken_error()) } else { Ok(()) }
     }
 
+    /// Checks that a block of zeroes hides the data of older layers, if there will be any. Reading is
+    /// possible in any case, so that data can be saved.
+    pub fn check_layers(&self, count: usize) -> Result<()> {
+        let is_refused = self.host.zeroes_are_holes && count > 1 && !self.is_read_only();
+        if is_refused { Err(StoreError::ZeroesAsHoles(self.directory.path().to_owned())) } else { Ok(()) }
+    }
+
     pub fn broken_error(&self) -> StoreError {
         StoreError::Broken(self.directory.path().to_owned())
     }
@@ -157,6 +164,23 @@ mod tests {
         medium.check_not_read_only().unwrap();
         medium.mark_whole();
         medium.check_writable().unwrap();
+    }
+
+    #[test]
+    fn blocks_of_zeroes_have_to_hide_older_layers() {
+        let temp = tempfile::tempdir().unwrap();
+        for is_read_only in [false, true] {
+            let mut medium = Medium::at(temp.path(), is_read_only);
+            medium.check_layers(2).unwrap();
+            medium.host.zeroes_are_holes = true;
+            medium.check_layers(1).unwrap();
+            let refused = medium.check_layers(2);
+            assert_eq!(refused.is_ok(), is_read_only, "{refused:?}");
+            if let Err(error) = refused {
+                assert_eq!(error.errno(), shorthorn_types::Errno::NOT_SUPPORTED);
+                assert!(error.to_string().contains("zfs set compression=off"), "{error}");
+            }
+        }
     }
 
     #[test]

@@ -96,6 +96,7 @@ impl Store {
         sweep_for_create(&directory)?;
         let host = HostFileSystem::probe(&directory, false)?;
         let medium = Medium::new(directory, host, options.fault, false);
+        medium.check_layers(2)?; // a snapshot may follow
         medium.executor().run(&operation.steps, &mut EpochRecord::new())?;
         let options = OpenOptions { loss_record: options.loss_record, ..OpenOptions::default() };
         Store::open_locked(medium, lock, options)
@@ -135,6 +136,7 @@ impl Store {
             known_sizes,
         };
         let Recovery { layout, steps, messages } = recover_directory(directory, &checks)?;
+        medium.check_layers(layout.chain().len())?;
         if checks.accept_short_layers {
             epoch_record.set_sizes(layout.short_layers());
         }

@@ -26,6 +26,7 @@ impl Store {
         self.image.check_no_fold()?;
         let list =
             CopyList::new(layers, self.size_bytes()).map_err(|error| self.medium.chain_error(error))?;
+        self.medium.check_layers(list.layers().len())?;
         let done = self.copy.take_done(&list, self.image.layout().volume().is_rebuilding());
         self.medium.mark_broken();
         let record = CopyRecord::new(list, done.clone(), self.epoch_record.epoch());

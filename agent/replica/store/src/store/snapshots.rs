@@ -26,6 +26,7 @@ impl Store {
         created_rfc3339: &str,
     ) -> Result<()> {
         self.medium.check_writable()?;
+        self.medium.check_layers(self.image.layout().chain().len() + 1)?;
         let name = SnapshotName::new(name).map_err(|error| self.medium.chain_error(error))?;
         self.punch_unwritten()?;
         let created = created_rfc3339.to_owned();
