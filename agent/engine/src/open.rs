@@ -446,7 +446,7 @@ impl OpeningEngine for OpenAttempt<'_, '_> {
     fn record_start(&mut self, honoured: &ReplicaReport, lost_writes: bool) -> Result<(), StopReason> {
         let newest = honoured.views().map(|view| view.id.generation).max();
         if let Some(newest) = newest
-            && self.opener.state.drop_outdated_device(newest.attach)?
+            && self.opener.state.confirm_device(newest.attach)?
         {
             let volume = &self.opener.spec.volume;
             tracing::error!(%volume, %newest, "requests that the device holds back fail: they are too old");

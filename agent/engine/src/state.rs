@@ -116,21 +116,27 @@ impl EngineState {
     }
 
     /// Drops the record of a device, and of its user, if an engine of an attachment after that of the device
-    /// has served. `newest` is the newest attachment before this one that may have. Requests that the device
-    /// still holds back are older than that, and must never be written. Returns true if it was dropped.
+    /// has served. `newest` is the newest attachment of a view to honour. Requests that the device still
+    /// holds back are older than that, and must never be written. Otherwise the device is of this attachment
+    /// from now on: call this before the first view of this attachment is proposed. Returns true if it was
+    /// dropped.
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn drop_outdated_device(&mut self, newest: u64) -> Result<bool, EngineError> {
+    pub fn confirm_device(&mut self, newest: u64) -> Result<bool, EngineError> {
         let Content { generation, device, device_attach, live_boot, .. } = &self.content;
-        let is_there = device.is_some() || live_boot.is_some();
-        let is_outdated = device_attach.is_some_and(|last| last < newest && newest < generation.attach);
-        if !is_there || !is_outdated {
+        let own = generation.attach;
+        if (device.is_none() && live_boot.is_none()) || *device_attach == Some(own) {
             return Ok(false);
         }
-        (self.content.device, self.content.live_boot, self.content.lost_writes) = (None, None, false);
+        let is_outdated = device_attach.is_some_and(|last| last < newest);
+        if is_outdated {
+            (self.content.device, self.content.live_boot, self.content.lost_writes) = (None, None, false);
+        } else {
+            self.content.device_attach = Some(own);
+        }
         self.store()?;
-        Ok(true)
+        Ok(is_outdated)
     }
 
     /// Takes the next generation: durable before it is used.
@@ -462,15 +468,30 @@ mod tests {
         drop(lost(&path));
         drop(open(6, Some(2)));
         let mut again = open(6, Some(2));
-        for passing in [3, 6] {
-            assert!(!again.drop_outdated_device(passing).unwrap() && again.device().is_some());
-        }
-        assert!(again.drop_outdated_device(5).unwrap() && !again.drop_outdated_device(5).unwrap());
+        assert!(again.confirm_device(5).unwrap() && !again.confirm_device(5).unwrap());
         drop(again);
         let mut next = open(6, Some(2));
         assert!(next.device().is_none() && !next.was_live() && !next.lost_writes());
         next.record_live_device(record()).unwrap();
-        assert!(!next.drop_outdated_device(5).unwrap(), "this one is of attachment 6");
+        assert!(!next.confirm_device(6).unwrap(), "this one is of attachment 6");
+    }
+
+    #[test]
+    fn a_device_continues_through_attachments_that_did_not_get_live() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v1.state");
+        let open = |attach, continues| EngineState::open(&path, attach, continues).unwrap();
+        drop(lost(&path));
+        // Number 5 stores a view, and 7 honours that.
+        assert!(!open(5, Some(2)).confirm_device(3).unwrap());
+        let mut again = open(5, Some(2));
+        assert!(!again.confirm_device(5).unwrap() && again.device().is_some());
+        drop(again);
+        let mut next = open(7, Some(2));
+        assert!(!next.confirm_device(5).unwrap() && next.device().is_some());
+        drop(next);
+        // The store of the controller was restored: another node has used number 8 as well.
+        assert!(open(8, Some(2)).confirm_device(8).unwrap());
     }
 
     #[test]
