@@ -10,6 +10,7 @@ use shorthorn_api::v1::instance::Detail;
 use shorthorn_api::v1::{self, InstanceState};
 use shorthorn_control::{EnginePhase, MemberMode};
 use shorthorn_csi_node::{DeviceNumber, NodeVolume, NodeVolumes, VolumeDevice, VolumeHealth, VolumesError};
+use shorthorn_frontend::is_nbd_of_other_volume;
 use shorthorn_types::VolumeName;
 
 use crate::serve::instance::{Hub, InstanceId};
@@ -38,6 +39,15 @@ impl NodeVolumes for Attached {
         let device = device(&self.device_dir.join(volume.as_str()), &engine.device, engine.size_bytes);
         let device =
             device.map_err(|error| VolumesError::Unavailable(format!("volume {volume}: {error}")))?;
+        if let Some(device) = &device
+            && is_nbd_of_other_volume(device.number, volume)
+        {
+            let number = device.number;
+            return Err(VolumesError::Unavailable(format!(
+                "volume {volume}: its device {number} was disconnected, and belongs to another volume now: \
+                 detach it"
+            )));
+        }
         Ok(NodeVolume { device, read_only: false, condition: condition(&instance, engine) })
     }
 

@@ -204,17 +204,38 @@ mod tests {
     }
 
     /// A version whose specs allowed the creation at each start of the process has left one.
-    #[test]
-    fn a_directory_that_is_there_is_not_made_again() {
+    #[tokio::test]
+    async fn a_directory_that_is_there_is_not_made_again() {
         let folder = tempfile::tempdir().unwrap();
-        let mut spec = replica(ReplicaId::from_random(1), 10001);
-        let Spec::Replica(replica) = &mut spec else { panic!("{spec:?}") };
-        (replica.create, replica.directory) = (true, folder.path().join("v1"));
-        assert!(!spec.forbid_creation(), "it is still to be made");
-        std::fs::create_dir(folder.path().join("v1")).unwrap();
-        std::fs::write(folder.path().join("v1/volume.meta"), "{}").unwrap();
-        assert!(spec.forbid_creation() && !spec.forbid_creation());
-        assert!(matches!(&spec, Spec::Replica(replica) if !replica.create));
+        let paths = InstancePaths::prepare(&folder.path().join("s"), &folder.path().join("r")).unwrap();
+        let of = |id: u64, is_there: bool| {
+            let mut spec = replica(ReplicaId::from_random(id), 10001);
+            let directory = folder.path().join(id.to_string());
+            if is_there {
+                std::fs::create_dir(&directory).unwrap();
+                std::fs::write(directory.join("volume.meta"), "{}").unwrap();
+            }
+            let Spec::Replica(replica) = &mut spec else { panic!("{spec:?}") };
+            (replica.create, replica.directory) = (true, directory);
+            spec.store(&paths).unwrap();
+            spec.id()
+        };
+        let (missing, there) = (of(1, false), of(2, true));
+        let table = Table::new();
+        let backend = Box::new(Children::new(paths.clone(), Arc::clone(&table)).unwrap());
+        let (_choice, address) = watch::channel(Choice::default());
+        let _hub = Hub::start(10000..=10009, address, paths.clone(), table, backend).await.unwrap();
+        let may_create = |id: &InstanceId| match Spec::load(id, &paths).unwrap() {
+            Spec::Replica(replica) => replica.create,
+            Spec::Engine(_) => panic!("it is a replica"),
+        };
+        let forbidden = async {
+            while may_create(&there) {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(std::time::Duration::from_secs(30), forbidden).await.unwrap();
+        assert!(may_create(&missing), "it is still to be made");
     }
 
     /// Returns an agent that has found two replicas of an earlier one, which do not run.

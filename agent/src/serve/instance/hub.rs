@@ -7,13 +7,15 @@ use std::collections::HashMap;
 use std::fs;
 use std::io;
 use std::ops::RangeInclusive;
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
 use shorthorn_api::v1;
-use shorthorn_control::EngineSpec;
-use shorthorn_frontend::discard;
+use shorthorn_control::{EngineSpec, ReplicaSpec};
+use shorthorn_frontend::node::{DeviceNumber, in_use};
+use shorthorn_frontend::{discard, is_nbd_of_other_volume};
 use shorthorn_store::{StoreError, check_binding, lock_directory};
 use shorthorn_tls::check_kernel;
 use shorthorn_wire::directory_fingerprint;
@@ -71,17 +73,44 @@ impl Hub {
         hub.adopt_all().await?;
         let hub = Arc::new(hub);
         hub.continue_takeovers();
+        hub.forbid_creations();
         Ok(hub)
+    }
+
+    /// Forbids the creation of directories that are there in specs of earlier versions. A disk may hang, so
+    /// nothing waits for that.
+    fn forbid_creations(self: &Arc<Hub>) {
+        for (id, spec) in self.table.replica_specs() {
+            if !spec.create || spec.create_once {
+                continue;
+            }
+            let hub = Arc::clone(self);
+            tokio::spawn(async move {
+                if let Err(error) = hub.forbid_creation(&id, spec.directory).await {
+                    tracing::warn!(instance = %id, "the creation of its directory is not forbidden: {error}");
+                }
+            });
+        }
+    }
+
+    async fn forbid_creation(&self, id: &InstanceId, directory: PathBuf) -> Result<(), NodeError> {
+        if !blocking(move || Ok(directory.join("volume.meta").exists())).await? {
+            return Ok(());
+        }
+        let gate = self.gate(id);
+        let _open = gate.lock().await;
+        let Some((Spec::Replica(spec), _)) = self.table.known(id) else { return Ok(()) };
+        let spec = Spec::Replica(ReplicaSpec { create: false, ..spec });
+        self.table.set_spec(spec.clone());
+        let paths = self.paths.clone();
+        blocking(move || Ok(spec.update(&paths)?)).await
     }
 
     async fn adopt_all(&self) -> Result<(), NodeError> {
         for kind in [v1::InstanceKind::Engine, v1::InstanceKind::Replica] {
             for id in spec_files(&self.paths.specs(kind), kind)? {
                 match Spec::load(&id, &self.paths) {
-                    Ok(mut spec) => {
-                        if spec.forbid_creation() {
-                            spec.update(&self.paths)?;
-                        }
+                    Ok(spec) => {
                         self.table.insert(spec, InstanceProcess::only(ProcessPhase::Stopped));
                         self.backend.adopt(&id).await?;
                     }
@@ -150,8 +179,7 @@ impl Hub {
             takes_over =
                 !same && process.phase != ProcessPhase::Stopped && may_take_over(&spec, &known, options);
             if !same && process.phase != ProcessPhase::Stopped && !takes_over {
-                let hint = "stop it first";
-                return Err(NodeError::Exists(format!("the {id} runs with other arguments: {hint}")));
+                return Err(NodeError::Exists(format!("the {id} runs with other arguments: stop it first")));
             }
             ports::keep(&mut spec, &known);
             spec.keep_size(&known);
@@ -184,7 +212,9 @@ impl Hub {
             self.backend.start(&id).await
         };
         if let Err(error) = started {
-            self.table.set_process(&id, InstanceProcess::failed(error.to_string()));
+            if !takes_over {
+                self.table.set_process(&id, InstanceProcess::failed(error.to_string()));
+            }
             return Err(error.into());
         }
         self.published(&id)
@@ -278,9 +308,14 @@ impl Hub {
 
     /// Returns an error with the users of an engine's device, if it has any.
     pub(super) async fn refuse_in_use(&self, engine: &EngineSpec) -> Result<(), NodeError> {
-        let node = engine.device_dir.join(engine.volume.as_str());
-        let user =
-            blocking(move || Ok(shorthorn_frontend::node::in_use(&node).map(|user| (node, user)))).await?;
+        let (node, volume) = (engine.device_dir.join(engine.volume.as_str()), engine.volume.clone());
+        let user = move || {
+            let number = fs::symlink_metadata(&node).map(|meta| DeviceNumber::of(meta.rdev()));
+            // The users of another volume do not keep this one.
+            let is_own = !number.is_ok_and(|number| is_nbd_of_other_volume(number, &volume));
+            Ok(in_use(&node).filter(|_| is_own).map(|user| (node, user)))
+        };
+        let user = blocking(user).await?;
         match user {
             Some((node, user)) => {
                 Err(NodeError::Precondition(format!("{} is in use: {user}", node.display())))

@@ -44,6 +44,13 @@ pub fn is_of_other_attachment(spec: &Spec, status: &ProcessStatus) -> bool {
     }
 }
 
+/// Returns true if the engine has reported that it serves, whether or not its process still runs.
+pub fn says_serving(instance: &v1::Instance) -> bool {
+    matches!(
+        &instance.detail, Some(Detail::Engine(engine)) if engine.known_phase() == Some(EnginePhase::Serving)
+    )
+}
+
 fn engine_state(phase: EnginePhase) -> InstanceState {
     match phase {
         // A phase of a later version may be one before it serves.

@@ -102,15 +102,6 @@ impl Spec {
         }))
     }
 
-    /// Forbids the creation of a replica's directory that is there, for as long as the spec lasts. Earlier
-    /// versions allowed it at each start of the process. Returns true if the spec has changed.
-    pub fn forbid_creation(&mut self) -> bool {
-        let Spec::Replica(spec) = self else { return false };
-        let is_there = spec.create && spec.directory.join("volume.meta").exists();
-        spec.create &= !is_there;
-        is_there
-    }
-
     /// Reads the spec file of `id`.
     ///
     /// # Errors

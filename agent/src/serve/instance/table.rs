@@ -8,14 +8,14 @@ use std::time::Duration;
 use shorthorn_api::v1;
 use shorthorn_api::v1::instance::Detail;
 use shorthorn_api::v1::instance_event::Type;
-use shorthorn_control::{EnginePhase, EngineSpec, ProcessStatus};
+use shorthorn_control::{EnginePhase, EngineSpec, ProcessStatus, ReplicaSpec};
 use shorthorn_types::VolumeName;
 use tokio::sync::{broadcast, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+use crate::serve::instance::message::says_serving;
 use crate::serve::instance::program::{self, Comparison};
-use crate::serve::instance::upgrade::says_serving;
 use crate::serve::instance::{InstanceId, InstanceProcess, Spec, control_watch, message, ports};
 
 /// The interval of checking the file of the installed program.
@@ -125,6 +125,18 @@ impl Table {
             .filter_map(|(id, entry)| match &entry.spec {
                 Spec::Engine(spec) => Some((id.clone(), spec.clone())),
                 Spec::Replica(_) => None,
+            })
+            .collect()
+    }
+
+    /// Returns the specs of all replicas.
+    pub fn replica_specs(&self) -> Vec<(InstanceId, ReplicaSpec)> {
+        let inner = self.lock();
+        let entries = inner.entries.iter();
+        entries
+            .filter_map(|(id, entry)| match &entry.spec {
+                Spec::Replica(spec) => Some((id.clone(), spec.clone())),
+                Spec::Engine(_) => None,
             })
             .collect()
     }

@@ -8,21 +8,28 @@ use tokio::time::timeout;
 use crate::serve::error::NodeError;
 use crate::serve::instance::{Hub, InstanceId, control_watch, message};
 
-/// The time after which an engine that does not report its status is left alone.
+/// The time limit for the status of an engine. The next round asks again.
 const STATUS_LIMIT: Duration = Duration::from_secs(5);
+/// The interval of the rounds.
+const EVERY: Duration = Duration::from_secs(30);
 
 impl Hub {
-    /// Makes each engine hand over whose process is of an earlier attachment than its spec. An earlier agent
-    /// has stored the spec and ended before the restart, and the controller does not repeat its call.
+    /// Makes each engine hand over whose process is of an earlier attachment than its spec, now and every
+    /// [`EVERY`]. The agent has stored the spec, and has ended before the restart, or the restart has failed.
+    /// The controller does not repeat its call.
     pub(super) fn continue_takeovers(self: &Arc<Hub>) {
-        for (id, _) in self.table().engine_specs() {
-            let hub = Arc::clone(self);
-            tokio::spawn(async move {
-                if let Err(error) = hub.continue_takeover(&id).await {
-                    tracing::error!(instance = %id, "the takeover does not continue: {error}");
+        let hub = Arc::downgrade(self);
+        tokio::spawn(async move {
+            while let Some(hub) = hub.upgrade() {
+                for (id, _) in hub.table().engine_specs() {
+                    if let Err(error) = hub.continue_takeover(&id).await {
+                        tracing::error!(instance = %id, "the takeover does not continue: {error}");
+                    }
                 }
-            });
-        }
+                drop(hub);
+                tokio::time::sleep(EVERY).await;
+            }
+        });
     }
 
     async fn continue_takeover(&self, id: &InstanceId) -> Result<(), NodeError> {
@@ -33,7 +40,7 @@ impl Hub {
         // A process that does not answer yet has just read its spec.
         let Ok(Ok(status)) = asked else { return Ok(()) };
         if message::is_of_other_attachment(&spec, &status) {
-            tracing::info!(instance = %id, "continuing the takeover that an earlier agent has begun");
+            tracing::info!(instance = %id, "continuing a takeover that has begun");
             self.backend().restart(id).await?;
         }
         Ok(())

@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shorthorn_api::v1::{self, instance::Detail};
-use shorthorn_control::EnginePhase;
 use shorthorn_types::VolumeName;
 use tokio::time::{Instant, timeout};
 
 use crate::serve::blocking;
 use crate::serve::error::NodeError;
 use crate::serve::instance::hub::finish;
+use crate::serve::instance::message::says_serving;
 use crate::serve::instance::program::{self, Comparison};
 use crate::serve::instance::{Hub, InstanceId, InstanceWatch};
 
@@ -85,12 +85,6 @@ pub(super) fn is_serving(instance: &v1::Instance) -> bool {
     instance.state() == v1::InstanceState::Running && says_serving(instance)
 }
 
-pub(super) fn says_serving(instance: &v1::Instance) -> bool {
-    matches!(
-        &instance.detail, Some(Detail::Engine(engine)) if engine.known_phase() == Some(EnginePhase::Serving)
-    )
-}
-
 /// Returns true if the process of an engine runs another program than the installed one, or may do so.
 async fn is_outdated(engine: &v1::Instance, pid: i32) -> Result<bool, NodeError> {
     let compared = blocking(move || Ok(program::differs(pid))).await?;
@@ -125,6 +119,7 @@ async fn measure(watch: &mut InstanceWatch, name: &str, old_pid: i32) -> Result<
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use shorthorn_control::EnginePhase;
     use tokio::sync::broadcast;
 
     use super::*;
