@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Context, remaining};
+use super::{Context, needs_scheduling, remaining};
 use crate::NodeName;
 use crate::objects::{ConditionType, Engine, MemberMode, Replica, Volume, VolumeState};
 
@@ -63,5 +63,7 @@ fn waits_for_scheduling(context: &Context<'_>, volume: &Volume, engine: &Engine)
         !engine.status.has_member(replica.spec.replica_id) && !replica.status.lost_since.is_some_and(is_over)
     };
     scheduled.is_none_or(|scheduled| scheduled.status)
+        && needs_scheduling(context.cluster, volume)
+        && context.cluster.unknown_of(&volume.metadata.name).is_none()
         && !context.cluster.replicas_of(&volume.spec.volume_name).any(may_come)
 }

@@ -21,6 +21,7 @@ mod detach;
 mod display;
 mod grants;
 mod losses;
+mod rebuilds;
 mod returns;
 mod starts;
 
@@ -518,69 +519,4 @@ fn a_volume_with_a_persistent_volume_is_served_despite_its_deletion() {
     free.status.persistent_volume = None;
     cluster.insert(free.into());
     assert_eq!(written(&decide(&cluster)).unwrap().status.state, VolumeState::Deleting);
-}
-
-/// Returns [`degraded_cluster`], with `rebuilding` replicas of other volumes on c, each of which has
-/// `members` members.
-fn busy_cluster(rebuilding: u64, waiting: u64, members: u64) -> (ClusterState, Agents) {
-    let mut cluster = degraded_cluster();
-    let mut volume = cluster.volumes["v"].clone();
-    volume.spec.number_of_replicas = 3;
-    let second = ReplicaId::from_random(3);
-    volume.status.first_members.push(second);
-    cluster.insert(volume.clone().into());
-    cluster.insert(replica(second, "b", None).into());
-    let mut engine = cluster.engines["v"].clone();
-    engine.status.replica_mode_map.insert(second, MemberRecord::of(MemberMode::Member));
-    cluster.insert(engine.clone().into());
-    for number in 0..rebuilding + waiting {
-        let name = VolumeName::new(&format!("other{number}")).unwrap();
-        let mut other = volume.clone();
-        other.metadata.name = name.to_string();
-        other.spec.volume_name = name.clone();
-        other.status.first_members = Vec::new();
-        let mut its = engine.clone();
-        its.metadata.name = name.to_string();
-        its.spec.volume_name = name.clone();
-        its.status.replica_mode_map = (0..members)
-            .map(|at| (ReplicaId::from_random(50 + at), MemberRecord::of(MemberMode::Member)))
-            .collect();
-        let id = ReplicaId::from_random(90);
-        if number < rebuilding {
-            let mut new = replica(id, "c", None);
-            new.metadata.name = ReplicaSpec::instance_name(&name, id);
-            new.spec.volume_name = name;
-            new.status.healthy_at = None;
-            its.status.replica_mode_map.insert(id, MemberRecord::of(MemberMode::Rebuilding));
-            cluster.insert(new.into());
-        }
-        cluster.insert(other.into());
-        cluster.insert(its.into());
-    }
-    let mut agents = agents(None);
-    let mut c = agents.by_node().values().next().unwrap().clone();
-    c.info = Some(AgentInfo { name: "c".to_owned(), ..AgentInfo::default() });
-    agents.insert(NodeName::new("c").unwrap(), c);
-    (cluster, agents)
-}
-
-#[test]
-fn a_node_brings_up_few_replicas_at_a_time_and_the_neediest_first() {
-    let settings =
-        Settings { replica_replace_after: Duration::ZERO, rebuilds_per_node: 2, ..Settings::default() };
-    let decide = |(cluster, agents): (ClusterState, Agents)| {
-        let context =
-            Context { cluster: &cluster, agents: &agents, now: now(), random: [7; MAX_MEMBERS], settings };
-        let decision = reconcile(&context, &Key::new(Kind::Volume, "v"));
-        let is_new = |action: &Action| {
-            matches!(action, Action::Write(object)
-                if matches!(&**object, Object::Replica(new) if new.status.data == DataState::None))
-        };
-        (decision.actions.iter().any(is_new), decision.requeue_after)
-    };
-    assert!(decide(busy_cluster(1, 0, 2)).0);
-    assert_eq!(decide(busy_cluster(2, 0, 2)), (false, Some(REBUILD_CHECK)), "as many as may be");
-    // One place is left: it is for a volume with fewer members than this one has.
-    assert_eq!(decide(busy_cluster(1, 1, 1)), (false, Some(REBUILD_CHECK)));
-    assert!(decide(busy_cluster(1, 1, 2)).0, "others need it no more");
 }

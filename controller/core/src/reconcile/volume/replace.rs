@@ -10,6 +10,7 @@
 //! data is deleted.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use shorthorn_types::ReplicaId;
 use shorthorn_types::limits::MAX_MEMBERS;
@@ -87,7 +88,11 @@ impl<'a> VolumeReconciler<'a> {
         for replica in &needless {
             self.give_up(engine, replica);
         }
-        if needless.is_empty() {
+        // The object of one that the engine has forgotten may stay for long: its node does not answer.
+        let is_forgotten = |replica: &&Replica| {
+            replica.metadata.is_deleting() && may_go(self.context, self.stored, engine, replica)
+        };
+        if needless.iter().all(is_forgotten) {
             self.replace(engine, &live);
         }
     }
@@ -149,14 +154,16 @@ impl<'a> VolumeReconciler<'a> {
             // A deleted replica is not waited for.
             return !matches!(mode, Some(MemberMode::Member | MemberMode::Rebuilding));
         }
-        let mut limit = self.context.settings.replica_replace_after;
-        if was_never_member(self.stored, replica) {
-            // It has to be made and found first.
-            limit = limit.max(NEW_REPLICA_WAIT);
-        }
-        let is_over = |since| remaining(since, limit, self.context.now).is_zero();
+        let is_over = |since| remaining(since, self.lost_after(replica), self.context.now).is_zero();
         !matches!(mode, Some(MemberMode::Member | MemberMode::Rebuilding))
             && replica.status.lost_since.is_some_and(is_over)
+    }
+
+    /// Returns the time after which a replica that is away is lost.
+    fn lost_after(&self, replica: &Replica) -> Duration {
+        let limit = self.context.settings.replica_replace_after;
+        // A new one has to be made and found first.
+        if was_never_member(self.stored, replica) { limit.max(NEW_REPLICA_WAIT) } else { limit }
     }
 
     /// Asks for the deletion of a replica once the engine has forgotten it.
@@ -248,9 +255,9 @@ impl<'a> VolumeReconciler<'a> {
     }
 
     fn look_when_lost(&mut self, live: &[&Replica]) {
-        let limit = self.context.settings.replica_replace_after;
-        let left = live.iter().filter_map(|replica| replica.status.lost_since);
-        let left = left.map(|since| remaining(since, limit, self.context.now));
+        let left = live.iter().filter_map(|replica| {
+            Some(remaining(replica.status.lost_since?, self.lost_after(replica), self.context.now))
+        });
         if let Some(left) = left.filter(|left| !left.is_zero()).min() {
             self.actions.again_after(left);
         }

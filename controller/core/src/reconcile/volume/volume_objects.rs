@@ -135,7 +135,11 @@ impl<'a> VolumeObjects<'a> {
     /// of this name, a replica is not.
     pub(super) fn refused_attach(&self) -> Option<u64> {
         let attach = |replica: &&Replica| self.observed_replica(replica)?.attach;
-        self.replicas.iter().filter_map(attach).filter(|attach| self.is_plausible(*attach)).max()
+        let known: Vec<u64> = self.replicas.iter().filter_map(attach).collect();
+        // If most replicas refuse all lower numbers, an engine needs a number above.
+        let implausible = known.iter().filter(|attach| !self.is_plausible(**attach)).count();
+        let is_needed = 2 * implausible > self.replicas.len();
+        known.into_iter().filter(|attach| is_needed || self.is_plausible(*attach)).max()
     }
 
     /// Returns the newest view that the engine of this attachment has committed, as a replica that has stored

@@ -477,3 +477,19 @@ fn numbers_far_above_the_stored_one_are_not_believed() {
         assert_eq!(lost.volume().status.attach, Some(OLD + 1), "{reported}");
     }
 }
+
+/// Only a higher number starts an engine then.
+#[test]
+fn a_number_that_most_replicas_refuse_is_believed() {
+    let used = 1 << 40;
+    for (replicas, drawn) in [(vec![1], OLD + 1), (vec![0, 1], used + 1)] {
+        let mut lost = restored(VolumeState::Detached);
+        lost.change(|volume| volume.status.current_node_id = None);
+        lost.agents.get_mut(&node(0)).unwrap().link = AgentLink::Synced;
+        for at in replicas {
+            lost.replica_says(at, used, view(OLD, 1, &[0, 1]));
+        }
+        lost.run();
+        assert_eq!(lost.volume().status.attach, Some(drawn));
+    }
+}
