@@ -181,6 +181,10 @@ pub const BLOCKS: &[(&str, Entries)] = &[
             ("shorthornctl status", Run("tests/tests/pages/troubleshooting.rs")),
             ("journalctl -u shorthorn-engine@NAME", Run(MACHINE)),
             ("shorthornctl volume salvage NAME", Run("tests/tests/pages/troubleshooting.rs")),
+            (
+                "shorthornctl volume detach NAME --force",
+                Parsed("needs a minute without service; the agent and the reconcilers have the tests"),
+            ),
             ("kubectl describe pod POD", Run(CLUSTER)),
             (
                 "systemctl status shorthorn-agent shorthorn-agent-csi.socket \
