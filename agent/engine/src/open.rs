@@ -444,12 +444,9 @@ impl OpeningEngine for OpenAttempt<'_, '_> {
     }
 
     fn record_start(&mut self, honoured: &ReplicaReport, lost_writes: bool) -> Result<(), StopReason> {
-        let newest = honoured.views().map(|view| view.id.generation).max();
-        if let Some(newest) = newest
-            && self.opener.state.confirm_device(newest.attach)?
-        {
+        if self.opener.state.confirm_device(honoured)? {
             let volume = &self.opener.spec.volume;
-            tracing::error!(%volume, %newest, "requests that the device holds back fail: they are too old");
+            tracing::error!(%volume, ?honoured, "requests that the device holds back fail: they are too old");
         }
         if !lost_writes {
             return Ok(());

@@ -10,7 +10,7 @@ use nix::fcntl::{AT_FDCWD, Flock, FlockArg, RenameFlags, renameat2};
 use serde::{Deserialize, Serialize};
 use shorthorn_control::Unknown;
 use shorthorn_frontend::DeviceRecord;
-use shorthorn_types::{Generation, View};
+use shorthorn_types::{Generation, ReplicaReport, View};
 
 use crate::EngineError;
 
@@ -116,20 +116,22 @@ impl EngineState {
     }
 
     /// Drops the record of a device, and of its user, if an engine of an attachment after that of the device
-    /// has served. `newest` is the newest attachment of a view to honour. Requests that the device still
-    /// holds back are older than that, and must never be written. Otherwise the device is of this attachment
-    /// from now on: call this before the first view of this attachment is proposed. Returns true if it was
-    /// dropped.
+    /// has served. Then one of the views to `honour` is of that engine. Requests that the device still holds
+    /// back are older, and must never be written. Otherwise the device is of this attachment from now on, so
+    /// call this before the first view of this attachment is proposed. Returns true if it was dropped.
+    ///
+    /// Views of this attachment do not count. The arbiter may have granted one to an attempt that ended.
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn confirm_device(&mut self, newest: u64) -> Result<bool, EngineError> {
+    pub fn confirm_device(&mut self, honour: &ReplicaReport) -> Result<bool, EngineError> {
         let Content { generation, device, device_attach, live_boot, .. } = &self.content;
         let own = generation.attach;
         if (device.is_none() && live_boot.is_none()) || *device_attach == Some(own) {
             return Ok(false);
         }
-        let is_outdated = device_attach.is_some_and(|last| last < newest);
+        let earlier = honour.views().map(|view| view.id.generation.attach).filter(|attach| *attach < own);
+        let is_outdated = *device_attach < earlier.max();
         if is_outdated {
             (self.content.device, self.content.live_boot, self.content.lost_writes) = (None, None, false);
         } else {
@@ -459,6 +461,17 @@ mod tests {
         assert_eq!((state.device(), state.predecessor()), (None, None), "it was elsewhere meanwhile");
     }
 
+    /// Returns the views to honour: the first is committed.
+    fn views(attaches: &[u64]) -> ReplicaReport {
+        let members = shorthorn_types::Members::NONE;
+        let view = |attach: &u64| {
+            let id = shorthorn_types::ViewId { generation: Generation::new(*attach, 0), number: 1 };
+            View { id, members }
+        };
+        let mut all = attaches.iter().map(view);
+        ReplicaReport { committed: all.next().unwrap(), proposed: all.collect() }
+    }
+
     /// The store of the controller may be older than the volume, and the process may end after its attempt.
     #[test]
     fn a_device_never_continues_after_another_engine_has_served() {
@@ -468,30 +481,28 @@ mod tests {
         drop(lost(&path));
         drop(open(6, Some(2)));
         let mut again = open(6, Some(2));
-        assert!(again.confirm_device(5).unwrap() && !again.confirm_device(5).unwrap());
+        // The own view hides no other one.
+        let honoured = views(&[3, 5, 6]);
+        assert!(again.confirm_device(&honoured).unwrap() && !again.confirm_device(&honoured).unwrap());
         drop(again);
         let mut next = open(6, Some(2));
         assert!(next.device().is_none() && !next.was_live() && !next.lost_writes());
         next.record_live_device(record()).unwrap();
-        assert!(!next.confirm_device(6).unwrap(), "this one is of attachment 6");
+        assert!(!next.confirm_device(&honoured).unwrap(), "this one is of attachment 6");
     }
 
     #[test]
-    fn a_device_continues_through_attachments_that_did_not_get_live() {
+    fn a_device_continues_through_attempts_and_attachments_that_did_not_get_live() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v1.state");
         let open = |attach, continues| EngineState::open(&path, attach, continues).unwrap();
         drop(lost(&path));
-        // Number 5 stores a view, and 7 honours that.
-        assert!(!open(5, Some(2)).confirm_device(3).unwrap());
-        let mut again = open(5, Some(2));
-        assert!(!again.confirm_device(5).unwrap() && again.device().is_some());
-        drop(again);
+        // The first attempt of number 5 got a grant and ended. The next one stores a view, which 7 honours.
+        drop(open(5, Some(2)));
+        assert!(!open(5, Some(2)).confirm_device(&views(&[3, 5])).unwrap());
+        assert!(!open(5, Some(2)).confirm_device(&views(&[5])).unwrap());
         let mut next = open(7, Some(2));
-        assert!(!next.confirm_device(5).unwrap() && next.device().is_some());
-        drop(next);
-        // The store of the controller was restored: another node has used number 8 as well.
-        assert!(open(8, Some(2)).confirm_device(8).unwrap());
+        assert!(!next.confirm_device(&views(&[5])).unwrap() && next.device().is_some());
     }
 
     #[test]
