@@ -22,9 +22,13 @@ impl Hub {
         tokio::spawn(async move {
             while let Some(hub) = hub.upgrade() {
                 for (id, _) in hub.table().engine_specs() {
-                    if let Err(error) = hub.continue_takeover(&id).await {
-                        tracing::error!(instance = %id, "the takeover does not continue: {error}");
-                    }
+                    // One that does not answer delays no other.
+                    let hub = Arc::clone(&hub);
+                    tokio::spawn(async move {
+                        if let Err(error) = hub.continue_takeover(&id).await {
+                            tracing::error!(instance = %id, "the takeover does not continue: {error}");
+                        }
+                    });
                 }
                 drop(hub);
                 tokio::time::sleep(EVERY).await;
@@ -34,7 +38,8 @@ impl Hub {
 
     async fn continue_takeover(&self, id: &InstanceId) -> Result<(), NodeError> {
         let gate = self.gate(id);
-        let _open = gate.lock().await;
+        // Another command is under way: the next round looks again.
+        let Ok(_open) = gate.try_lock() else { return Ok(()) };
         let Some((spec, _)) = self.table().known(id) else { return Ok(()) };
         let asked = timeout(STATUS_LIMIT, control_watch::status(&spec.control_socket())).await;
         // A process that does not answer yet has just read its spec.
