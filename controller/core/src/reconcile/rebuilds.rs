@@ -1,8 +1,9 @@
 //! Counts the rebuilds on each node, and decides which volumes need the next place there most.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
-use super::{Context, needs_scheduling, remaining};
+use super::{Context, NEW_REPLICA_WAIT, needs_scheduling, remaining};
 use crate::NodeName;
 use crate::objects::{ConditionType, Engine, MemberMode, Replica, Volume, VolumeState};
 
@@ -57,13 +58,34 @@ impl<'a> RebuildCounts<'a> {
 /// soon. A volume without any possible place delays no other one.
 fn waits_for_scheduling(context: &Context<'_>, volume: &Volume, engine: &Engine) -> bool {
     let scheduled = volume.status.conditions.get(ConditionType::Scheduled);
-    let limit = context.settings.replica_replace_after;
-    let is_over = |since| remaining(since, limit, context.now).is_zero();
     let may_come = |replica: &Replica| {
-        !engine.status.has_member(replica.spec.replica_id) && !replica.status.lost_since.is_some_and(is_over)
+        !engine.status.has_member(replica.spec.replica_id) && !is_lost(context, volume, engine, replica)
     };
     scheduled.is_none_or(|scheduled| scheduled.status)
         && needs_scheduling(context.cluster, volume)
         && context.cluster.unknown_of(&volume.metadata.name).is_none()
         && !context.cluster.replicas_of(&volume.spec.volume_name).any(may_come)
+}
+
+/// Returns true if the replica has been away for so long that another takes its place.
+pub(super) fn is_lost(context: &Context<'_>, volume: &Volume, engine: &Engine, replica: &Replica) -> bool {
+    let mode = engine.status.replica_mode_map.get(&replica.spec.replica_id).map(|member| member.mode);
+    if matches!(mode, Some(MemberMode::Member | MemberMode::Rebuilding)) {
+        return false;
+    }
+    // A deleted replica is not waited for.
+    let is_over = |since| remaining(since, lost_after(context, volume, replica), context.now).is_zero();
+    replica.metadata.is_deleting() || replica.status.lost_since.is_some_and(is_over)
+}
+
+/// Returns the time after which a replica that is away is lost.
+pub(super) fn lost_after(context: &Context<'_>, volume: &Volume, replica: &Replica) -> Duration {
+    let limit = context.settings.replica_replace_after;
+    // A new one has to be made and found first.
+    if was_never_member(volume, replica) { limit.max(NEW_REPLICA_WAIT) } else { limit }
+}
+
+/// Returns true if the replica has had no part in the volume yet.
+pub(super) fn was_never_member(volume: &Volume, replica: &Replica) -> bool {
+    replica.status.healthy_at.is_none() && !volume.status.first_members.contains(&replica.spec.replica_id)
 }

@@ -71,6 +71,14 @@ fn a_node_brings_up_few_replicas_at_a_time_and_the_neediest_first() {
     other.status.robustness = Robustness::Faulted;
     cluster.insert(other.into());
     assert!(decide((cluster, agents)).0);
+    // A replica that is being deleted is not waited for, so its volume is as needy as without it.
+    let (mut cluster, agents) = busy_cluster(1, 1, 1);
+    let (id, name) = (ReplicaId::from_random(91), VolumeName::new("other1").unwrap());
+    let mut deleted = replica(id, "c", None);
+    deleted.metadata.name = ReplicaSpec::instance_name(&name, id);
+    (deleted.spec.volume_name, deleted.metadata.deletion_timestamp) = (name, Some(now()));
+    cluster.insert(deleted.into());
+    assert_eq!(decide((cluster, agents)), (false, Some(REBUILD_CHECK)));
 }
 
 /// The object of the lost replacement stays, because its node does not answer either.

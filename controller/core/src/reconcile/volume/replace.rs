@@ -10,7 +10,6 @@
 //! data is deleted.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use shorthorn_types::ReplicaId;
 use shorthorn_types::limits::MAX_MEMBERS;
@@ -21,10 +20,8 @@ use crate::drain::{self, EvictionReason};
 use crate::objects::{
     ConditionType, DesireState, Engine, EngineSpec, Finding, MemberMode, Replica, ReplicaSpec, Volume,
 };
-use crate::reconcile::rebuilds::RebuildCounts;
-use crate::reconcile::{
-    Context, NEW_REPLICA_WAIT, REBUILD_CHECK, has_lost_location, health, needs_scheduling, remaining,
-};
+use crate::reconcile::rebuilds::{RebuildCounts, is_lost, lost_after, was_never_member};
+use crate::reconcile::{Context, REBUILD_CHECK, has_lost_location, health, needs_scheduling, remaining};
 use crate::scheduler::{self, NodeCandidate, Placement, PlacementRefusal, PlacementRequest};
 
 /// Returns true if the engine of the current attachment serves, and its status is of that attachment.
@@ -58,10 +55,6 @@ pub(in crate::reconcile) fn may_go(
         || has_lost_location(context, replica)
         || surplus::makes_room(context.cluster, volume, engine, replica);
     serves(volume, engine) && is_forgotten && is_needless
-}
-
-fn was_never_member(volume: &Volume, replica: &Replica) -> bool {
-    replica.status.healthy_at.is_none() && !volume.status.first_members.contains(&replica.spec.replica_id)
 }
 
 impl<'a> VolumeReconciler<'a> {
@@ -146,24 +139,8 @@ impl<'a> VolumeReconciler<'a> {
         }
     }
 
-    /// Returns true if the replica has been away for so long that another takes its place.
     fn is_lost(&self, engine: &Engine, replica: &Replica) -> bool {
-        let id = replica.spec.replica_id;
-        let mode = engine.status.replica_mode_map.get(&id).map(|member| member.mode);
-        if replica.metadata.is_deleting() {
-            // A deleted replica is not waited for.
-            return !matches!(mode, Some(MemberMode::Member | MemberMode::Rebuilding));
-        }
-        let is_over = |since| remaining(since, self.lost_after(replica), self.context.now).is_zero();
-        !matches!(mode, Some(MemberMode::Member | MemberMode::Rebuilding))
-            && replica.status.lost_since.is_some_and(is_over)
-    }
-
-    /// Returns the time after which a replica that is away is lost.
-    fn lost_after(&self, replica: &Replica) -> Duration {
-        let limit = self.context.settings.replica_replace_after;
-        // A new one has to be made and found first.
-        if was_never_member(self.stored, replica) { limit.max(NEW_REPLICA_WAIT) } else { limit }
+        is_lost(self.context, self.stored, engine, replica)
     }
 
     /// Asks for the deletion of a replica once the engine has forgotten it.
@@ -256,7 +233,11 @@ impl<'a> VolumeReconciler<'a> {
 
     fn look_when_lost(&mut self, live: &[&Replica]) {
         let left = live.iter().filter_map(|replica| {
-            Some(remaining(replica.status.lost_since?, self.lost_after(replica), self.context.now))
+            Some(remaining(
+                replica.status.lost_since?,
+                lost_after(self.context, self.stored, replica),
+                self.context.now,
+            ))
         });
         if let Some(left) = left.filter(|left| !left.is_zero()).min() {
             self.actions.again_after(left);
