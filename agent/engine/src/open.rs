@@ -446,7 +446,8 @@ impl OpeningEngine for OpenAttempt<'_, '_> {
     fn record_start(&mut self, honoured: &ReplicaReport, lost_writes: bool) -> Result<(), StopReason> {
         if self.opener.state.confirm_device(honoured)? {
             let volume = &self.opener.spec.volume;
-            tracing::error!(%volume, ?honoured, "requests that the device holds back fail: they are too old");
+            let newest = honoured.committed;
+            tracing::error!(%volume, %newest, "requests that the device holds back fail: they are too old");
         }
         if !lost_writes {
             return Ok(());

@@ -175,8 +175,8 @@ pub trait OpeningEngine {
     /// Asks the arbiter no more.
     fn ask_no_more(&mut self);
 
-    /// Records durably, before anything is proposed, the views to honour: a device from before another engine
-    /// served must not continue. If `lost_writes` and [`OpeningEngine::has_user`], writes may be gone.
+    /// Records durably, before anything is proposed, that a device ends if it is older than a view to honour.
+    /// If `lost_writes` and [`OpeningEngine::has_user`], also that writes may be gone.
     fn record_start(&mut self, honoured: &ReplicaReport, lost_writes: bool) -> Result<(), Self::Stop>;
 
     /// Calls [`propose_to`] for every replica.

@@ -152,10 +152,10 @@ impl ReplicaState {
 
     /// Stores a view that an engine proposes. If the view lacks this replica, the record of that is stored
     /// first. If it makes this replica a member, its incomplete sets of other replicas end. Then the sets of
-    /// replicas outside `view` begin, and then the view is stored. After a crash in
-    /// between, a record or a set is superfluous, which does no harm. The reverse order could leave a view
-    /// without the set that the replica promises with it, and modifications would not be counted. Longhorn
-    /// would also treat a replica as complete that knows that it has left. A refused view begins no set.
+    /// replicas outside `view` begin, and then the view is stored. After a crash in between, a record or a
+    /// set is superfluous, which does no harm. The reverse order could leave a view without the set that the
+    /// replica promises with it, and modifications would not be counted. Longhorn would also treat a replica
+    /// as complete that knows that it has left. A refused view begins no set.
     ///
     /// # Errors
     /// It is refused, or a step has failed. Sets that have begun by then are kept.

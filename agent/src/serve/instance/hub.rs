@@ -311,9 +311,11 @@ impl Hub {
         let (node, volume) = (engine.device_dir.join(engine.volume.as_str()), engine.volume.clone());
         let user = move || {
             let number = fs::symlink_metadata(&node).map(|meta| DeviceNumber::of(meta.rdev()));
-            // The users of another volume do not keep this one.
-            let is_own = !number.is_ok_and(|number| is_nbd_of_other_volume(number, &volume));
-            Ok(in_use(&node).filter(|_| is_own).map(|user| (node, user)))
+            // The users of another volume do not keep this one, and its device is not opened.
+            if number.is_ok_and(|number| is_nbd_of_other_volume(number, &volume)) {
+                return Ok(None);
+            }
+            Ok(in_use(&node).map(|user| (node, user)))
         };
         let user = blocking(user).await?;
         match user {

@@ -119,26 +119,23 @@ impl Table {
     }
 
     pub fn engine_specs(&self) -> Vec<(InstanceId, EngineSpec)> {
-        let inner = self.lock();
-        let entries = inner.entries.iter();
-        entries
-            .filter_map(|(id, entry)| match &entry.spec {
-                Spec::Engine(spec) => Some((id.clone(), spec.clone())),
-                Spec::Replica(_) => None,
-            })
-            .collect()
+        self.specs(|spec| match spec {
+            Spec::Engine(spec) => Some(spec.clone()),
+            Spec::Replica(_) => None,
+        })
     }
 
     /// Returns the specs of all replicas.
     pub fn replica_specs(&self) -> Vec<(InstanceId, ReplicaSpec)> {
+        self.specs(|spec| match spec {
+            Spec::Replica(spec) => Some(spec.clone()),
+            Spec::Engine(_) => None,
+        })
+    }
+
+    fn specs<T>(&self, of: impl Fn(&Spec) -> Option<T>) -> Vec<(InstanceId, T)> {
         let inner = self.lock();
-        let entries = inner.entries.iter();
-        entries
-            .filter_map(|(id, entry)| match &entry.spec {
-                Spec::Replica(spec) => Some((id.clone(), spec.clone())),
-                Spec::Engine(_) => None,
-            })
-            .collect()
+        inner.entries.iter().filter_map(|(id, entry)| Some((id.clone(), of(&entry.spec)?))).collect()
     }
 
     /// Returns the ports of all instances but one.

@@ -132,6 +132,22 @@ impl Lost {
         fenced
     }
 
+    /// Has the operator decide for the replica on node b, with that number.
+    fn salvage(&mut self, attach: u64, done: bool) {
+        self.change(|volume| {
+            volume.status.arbiter = crate::salvage::arbiter(attach, id(1));
+            volume.status.salvage = Some(crate::objects::Salvage {
+                replica_id: id(1),
+                attach,
+                decided_at: Timestamp::UNIX_EPOCH,
+                by: String::new(),
+                reason: String::new(),
+                losses: String::new(),
+                done,
+            });
+        });
+    }
+
     /// Draws the number and sends it to the replicas.
     fn begin(&mut self) {
         assert_eq!(self.run(), [], "the number is stored first");
@@ -403,18 +419,7 @@ fn a_salvage_that_waits_does_not_fence_the_old_engine_by_its_own_grant() {
         let mut lost = Lost::new(replicas);
         lost.begin();
         let attach = lost.volume().status.attach.unwrap();
-        lost.change(|volume| {
-            volume.status.arbiter = crate::salvage::arbiter(attach, id(1));
-            volume.status.salvage = Some(crate::objects::Salvage {
-                replica_id: id(1),
-                attach,
-                decided_at: Timestamp::UNIX_EPOCH,
-                by: String::new(),
-                reason: String::new(),
-                losses: String::new(),
-                done,
-            });
-        });
+        lost.salvage(attach, done);
         // Only the chosen one refuses the old engine.
         let committed =
             if done { view(attach, 1, &[1]) } else { view(OLD, 1, &(0..replicas).collect::<Vec<_>>()) };
@@ -431,19 +436,8 @@ fn the_fence_before_a_salvage_does_not_use_up_its_number() {
     for (drawn, number) in [(2, OLD + 1), (1, OLD + 1)] {
         let mut lost = Lost::new(3);
         let attach = OLD + drawn;
-        lost.change(|volume| {
-            volume.status.attach = Some(attach);
-            volume.status.arbiter = crate::salvage::arbiter(attach, id(1));
-            volume.status.salvage = Some(crate::objects::Salvage {
-                replica_id: id(1),
-                attach,
-                decided_at: Timestamp::UNIX_EPOCH,
-                by: String::new(),
-                reason: String::new(),
-                losses: String::new(),
-                done: false,
-            });
-        });
+        lost.change(|volume| volume.status.attach = Some(attach));
+        lost.salvage(attach, false);
         assert_eq!(lost.run(), [("b".to_owned(), number), ("c".to_owned(), number)], "{drawn}");
         for at in 1..3 {
             assert!(!lost.is_fenced());
