@@ -426,6 +426,10 @@ impl Files {
                 self.rot.remove(&block);
                 self.heals += 1;
                 self.snapshot.replace(block, Some(rotten.was));
+                if rotten.owed.is_some() {
+                    // If a loss of power undoes the request, the head has what the snapshot lacks.
+                    self.head.replace_durable(block, rotten.owed);
+                }
                 (rotten.right(), rotten.is_lost)
             }
             Some(rotten) => {

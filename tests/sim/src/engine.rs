@@ -134,6 +134,8 @@ pub struct EngineProc {
     /// The place of the last read of each slot in its buffer, in sectors.
     pub read_to: BTreeMap<(u16, u16), usize>,
     pub scrubs: OrderedScrubs,
+    /// The ranges of rot that it reads to copy them unchanged. They were healed, and must not rot meanwhile.
+    pub reads_rot: Vec<ByteRange>,
 }
 
 impl EngineProc {
@@ -167,6 +169,7 @@ impl EngineProc {
             lies: BTreeMap::new(),
             read_to: BTreeMap::new(),
             scrubs: OrderedScrubs::default(),
+            reads_rot: Vec::new(),
         }
     }
 

@@ -204,8 +204,12 @@ impl Simulation {
             Operation::Read => Ask::Read(range),
             Operation::CheckedRead => Ask::CheckedRead(range),
             Operation::Write { fua } => Ask::Write(range, data(), fua),
-            // Healed meanwhile: see `Simulation::rot_is_copied`.
-            Operation::WriteRot => Ask::Write(range, data(), false),
+            Operation::WriteRot => {
+                // Healed meanwhile: see `Simulation::rot_is_copied`.
+                let ask = Ask::Write(range, data(), false);
+                process.reads_rot.retain(|reads| *reads != range);
+                ask
+            }
             Operation::Flush => Ask::Flush,
             Operation::Discard => Ask::Discard(range),
             Operation::WriteZeroes { fua } => Ask::WriteZeroes(range, fua),

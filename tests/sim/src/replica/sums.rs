@@ -261,6 +261,9 @@ impl Replica {
             }
             self.known_rot.refused(block, after(&op.ask, range, block));
             self.files.owe(block, content_of(&op.ask, range, block));
+            if self.may_be_the_hole_of_a_request(block) {
+                self.files.cover(block);
+            }
         }
     }
 

@@ -39,7 +39,9 @@ impl Simulation {
                 let other = &self.replicas[other];
                 is_guest(&other.id) && other.is_sound(block) && (rotting.anywhere || other.is_summed(block))
             });
-            if has_other && self.rot_block(at, block, rotting) {
+            let reads_rot = |range: &ByteRange| block_numbers(*range).contains(&block);
+            let is_read = self.engines.values().any(|engine| engine.reads_rot.iter().any(reads_rot));
+            if has_other && !is_read && self.rot_block(at, block, rotting) {
                 has_rotten = true;
                 self.was_rotten.insert((at, block));
                 self.trace(|| format!("block {block} of replica {at} is rotten"));
@@ -101,6 +103,9 @@ impl Simulation {
             |at: usize| block_numbers(range).all(|block| !self.replicas[at].is_known_rotten(block));
         if replicas.iter().any(|(is_other, at)| *is_other && is_sound(*at)) {
             return self.violate(format!("{range} is copied with rot, and another member has it"));
+        }
+        if let Some(process) = self.engines.get_mut(&engine) {
+            process.reads_rot.push(range);
         }
         self.count("rot without a sound copy");
         replicas.into_iter().for_each(|(_, at)| self.replicas[at].heal(range));
