@@ -10,7 +10,7 @@ use super::block::block_count;
 use super::block_sums::Modification;
 use super::operation::{OperationResult, is_passing, kind, not_rot};
 use super::piece::Piece;
-use super::requests::{SUM_SLOT, Work, is_durable};
+use super::requests::{Durability, SUM_SLOT, Work, durability};
 use crate::limits::EDGE_BLOCKS;
 
 impl Executor {
@@ -161,7 +161,8 @@ impl Executor {
                 None => None,
             },
         };
-        if !is_durable(&header) || failed.is_some() {
+        let durability = durability(&header, self.store.direct_io());
+        if durability != Durability::WithWrite || failed.is_some() {
             self.flushes.changed();
         }
         let outcome = match failed {
@@ -172,7 +173,7 @@ impl Executor {
             Some(errno) => Err(self.write_failed(blocks, errno)),
         };
         match outcome {
-            Ok(()) if self.cures_lost(slot) => self.flush(slot, ring),
+            Ok(()) if durability == Durability::ByFlush || self.cures_lost(slot) => self.flush(slot, ring),
             outcome => self.finish(slot, outcome),
         }
     }

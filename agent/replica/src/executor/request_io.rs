@@ -17,7 +17,7 @@ use super::cached_layer_sums::Checked;
 use super::in_flight::InFlight;
 use super::operation::{kind, numbered_token, piece_token, zero_token};
 use super::piece::Piece;
-use super::requests::{Requests, SUM_SLOT, Work, is_durable, reads_data};
+use super::requests::{Durability, Requests, SUM_SLOT, Work, durability, reads_data};
 use crate::limits::EDGE_BLOCKS;
 
 /// The flags with which fallocate makes a hole.
@@ -201,10 +201,10 @@ impl RequestIo {
         }
     }
 
-    /// Begins to write a piece, durably if the request demands it.
+    /// Begins to write a piece, durably if the request demands it and the file has direct I/O.
     pub(super) fn write(&mut self, slot: u16, piece: Piece, store: &Store, ring: &mut Ring) {
         let (buf, offset) = (self.buffer_of(slot, piece), self.offset_of(slot, kind::WRITE, piece));
-        let durable = is_durable(&self.header(slot));
+        let durable = durability(&self.header(slot), store.direct_io()) == Durability::WithWrite;
         ring.write(fd(store, piece.file), buf, offset, durable, piece_token(kind::WRITE, slot, piece));
         self.requests.began(slot);
         self.in_flight.began();

@@ -173,6 +173,29 @@ pub(super) fn is_durable(header: &Header) -> bool {
     header.flags.has(Flags::FUA)
 }
 
+/// The step that makes the data of a write durable before its answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Durability {
+    /// None: the next flush does it.
+    Later,
+    /// The write itself.
+    WithWrite,
+    /// A flush after the write.
+    ByFlush,
+}
+
+/// Returns the step for a write to files with direct I/O, or to files that the kernel buffers. A durable write
+/// to a buffered file may fail for lack of space because of *other* data that the kernel has not written yet.
+/// The kernel reports that once, and a later fdatasync succeeds. Only an fdatasync shows this clearly: its
+/// every error makes the replica fail.
+pub(super) fn durability(header: &Header, direct_io: bool) -> Durability {
+    match (is_durable(header), direct_io) {
+        (false, _) => Durability::Later,
+        (true, true) => Durability::WithWrite,
+        (true, false) => Durability::ByFlush,
+    }
+}
+
 /// Returns the layer that the request names.
 pub(super) fn layer_of(header: &Header) -> Result<usize, Errno> {
     usize::try_from(header.status).map_err(|_| Errno::INVALID)
@@ -248,6 +271,15 @@ mod tests {
         requests.begin_check(0);
         requests.begin_check(1);
         assert!(!requests.get(0).wants_check && !requests.get(1).wants_check && requests.checks == 0);
+    }
+
+    #[test]
+    fn only_direct_writes_make_their_data_durable_themselves() {
+        let mut header = Header::request(Opcode::Write, 0, 0, 512);
+        assert_eq!([true, false].map(|direct_io| durability(&header, direct_io)), [Durability::Later; 2]);
+        header.flags = Flags::FUA;
+        assert_eq!(durability(&header, true), Durability::WithWrite);
+        assert_eq!(durability(&header, false), Durability::ByFlush);
     }
 
     #[test]
