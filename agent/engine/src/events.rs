@@ -75,8 +75,8 @@ pub enum ExpansionProgress {
 /// A report of a rebuild task on its replica.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RebuildProgress {
-    /// The replica does not come back yet, for this reason.
-    Waiting(String),
+    /// The replica does not come back yet. `is_of_replica`: it has answered with an error.
+    Waiting { reason: String, is_of_replica: bool },
     /// Snapshot layers are being copied to it; bytes in all, and left.
     Copying { total_bytes: u64, left_bytes: u64 },
     /// The core copies the rest. `is_copy`: the replica receives a full copy, and has not kept its data.

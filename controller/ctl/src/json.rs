@@ -378,10 +378,14 @@ mod tests {
             printed(v1::Replica::default().with_member(&member)),
             concat!(
                 r#""rebuilding","allocatedBytes":0,"message":"","#,
-                r#""copy":{"totalBytes":4,"leftBytes":1,"bytesPerSecond":2},"awaySinceMs":7,"deleting":false}"#
+                r#""copy":{"totalBytes":4,"leftBytes":1,"bytesPerSecond":2},"awaySinceMs":7,"#,
+                r#""rebuildFailed":false,"deleting":false}"#
             )
         );
-        let detached = r#""","allocatedBytes":0,"message":"","copy":null,"awaySinceMs":0,"deleting":false}"#;
+        let detached = concat!(
+            r#""","allocatedBytes":0,"message":"","copy":null,"awaySinceMs":0,"#,
+            r#""rebuildFailed":false,"deleting":false}"#
+        );
         assert_eq!(printed(v1::Replica::default()), detached);
     }
 }

@@ -457,6 +457,7 @@ impl From<&MemberStatus> for v1::EngineMember {
             times_rotten,
             times_rot_copied,
             away_since_ms,
+            rebuild_failed,
             copy,
         } = member.clone();
         v1::EngineMember {
@@ -470,6 +471,7 @@ impl From<&MemberStatus> for v1::EngineMember {
             times_rotten,
             times_rot_copied,
             away_since_ms: away_since_ms.unwrap_or_default(),
+            rebuild_failed,
             copy: copy.map(Into::into),
         }
     }
@@ -489,6 +491,7 @@ impl TryFrom<v1::EngineMember> for MemberStatus {
             times_rotten: member.times_rotten,
             times_rot_copied: member.times_rot_copied,
             away_since_ms: nonzero(member.away_since_ms),
+            rebuild_failed: member.rebuild_failed,
             copy: member.copy.map(Into::into),
         })
     }

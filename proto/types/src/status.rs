@@ -363,6 +363,10 @@ pub struct MemberStatus {
     /// The time since which the replica is not a member, in milliseconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub away_since_ms: Option<u64>,
+    /// True if the replica itself has ended a rebuild since it left: its disk was full, it was late, or it
+    /// answered with an error.
+    #[serde(default)]
+    pub rebuild_failed: bool,
     /// The progress of the rebuild, if one runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub copy: Option<CopyStatus>,
@@ -382,6 +386,7 @@ impl MemberStatus {
             times_rotten: 0,
             times_rot_copied: 0,
             away_since_ms: None,
+            rebuild_failed: false,
             copy: None,
         }
     }
@@ -390,6 +395,24 @@ impl MemberStatus {
     #[must_use]
     pub fn is_awaited(&self) -> bool {
         self.mode.is_awaited(self.awaited, &self.message)
+    }
+
+    /// Reports that the replica does not come back yet, for `reason`. An attempt to rebuild it has ended, if
+    /// one was under way. `is_of_replica`: the replica has answered with an error.
+    pub fn rebuild_waits(&mut self, reason: String, is_of_replica: bool) {
+        // Nothing is copied during the pause, so the status shows the reason.
+        (self.message, self.copy) = (reason, None);
+        if self.mode == MemberMode::Rebuilding {
+            self.mode = MemberMode::Failed;
+            self.rebuild_failed |= is_of_replica;
+        }
+    }
+
+    /// Reports that the replica is a member again.
+    pub fn rebuilt(&mut self) {
+        self.mode = MemberMode::Member;
+        self.message.clear();
+        (self.away_since_ms, self.copy, self.rebuild_failed) = (None, None, false);
     }
 
     /// Reports that requests wait for a member. A repeated report has a new message, and counts once.

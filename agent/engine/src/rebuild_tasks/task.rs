@@ -179,7 +179,7 @@ impl RebuildTask {
         let pause = match trouble {
             RebuildError::Ended => return None,
             RebuildError::NotYet(why) => {
-                self.report(RebuildProgress::Waiting(why.to_owned()));
+                self.report(RebuildProgress::Waiting { reason: why.to_owned(), is_of_replica: false });
                 self.next_pause()
             }
             RebuildError::Failed { error: ConnectError::Deposed { holder, .. }, .. }
@@ -188,12 +188,15 @@ impl RebuildTask {
                 return None;
             }
             RebuildError::Failed { doing, error } => {
-                let pause = self.failed(&format!("{doing}: {error}"), error.is_lasting());
-                if error.is_of_replica() { pause.max(self.delay_of_offender()) } else { pause }
+                let is_of_replica = error.is_of_replica();
+                self.failed(&format!("{doing}: {error}"), is_of_replica);
+                let pause = if error.is_lasting() { LASTING_PAUSE } else { self.next_pause() };
+                if is_of_replica { pause.max(self.delay_of_offender()) } else { pause }
             }
             // The next attempt reads another member, if there is one.
             RebuildError::SourceFailed { source, doing, error } => {
-                self.failed(&format!("{doing}: {source}: {error}"), false)
+                self.failed(&format!("{doing}: {source}: {error}"), false);
+                self.next_pause()
             }
             RebuildError::Unread { member, range, error } => {
                 self.failed(
@@ -210,16 +213,15 @@ impl RebuildTask {
         Some(pause)
     }
 
-    /// Shows a failure, and logs it once for each cause; returns the time to wait.
-    fn failed(&mut self, message: &str, is_lasting: bool) -> Duration {
+    /// Shows a failure, and logs it once for each cause.
+    fn failed(&mut self, reason: &str, is_of_replica: bool) {
         // The progress of the attempt has taken the place of the last message.
-        self.report(RebuildProgress::Waiting(message.to_owned()));
-        if self.cause.as_deref() != Some(message) {
+        self.report(RebuildProgress::Waiting { reason: reason.to_owned(), is_of_replica });
+        if self.cause.as_deref() != Some(reason) {
             let (volume, replica) = (&self.context.connector.volume, self.replica());
-            tracing::warn!(%volume, replica, "a replica is not rebuilt yet: {message}");
-            self.cause = Some(message.to_owned());
+            tracing::warn!(%volume, replica, "a replica is not rebuilt yet: {reason}");
+            self.cause = Some(reason.to_owned());
         }
-        if is_lasting { LASTING_PAUSE } else { self.next_pause() }
     }
 
     /// Returns the pause for a replica that has answered with an error or nonsense. It grows each time, even

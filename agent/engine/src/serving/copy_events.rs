@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use shorthorn_control::{CopyStatus, MemberMode};
+use shorthorn_control::{CopyStatus, MemberMode, MemberStatus};
 use shorthorn_core::PeerIndex;
 use shorthorn_types::ReplicaId;
 
@@ -17,11 +17,7 @@ impl Serving<'_> {
         let seconds = meter.as_ref().map_or(0.0, |meter| meter.elapsed().as_secs_f64());
         let bytes = meter.map_or(0, |meter| meter.total_bytes());
         tracing::info!(volume = %self.spec.volume, %replica, bytes, seconds, "a replica is a member again");
-        self.publish_member(replica, |member| {
-            member.mode = MemberMode::Member;
-            member.message.clear();
-            (member.away_since_ms, member.copy) = (None, None);
-        });
+        self.publish_member(replica, MemberStatus::rebuilt);
     }
 
     pub(super) fn resynced(&mut self) {
@@ -38,10 +34,9 @@ impl Serving<'_> {
         }
         let (volume, now) = (&self.spec.volume, Instant::now());
         match progress {
-            RebuildProgress::Waiting(message) => self.publish_member(replica, |member| {
-                // Nothing is copied during the pause, so the status shows the reason.
-                (member.message, member.copy) = (message, None);
-            }),
+            RebuildProgress::Waiting { reason, is_of_replica } => {
+                self.publish_member(replica, |member| member.rebuild_waits(reason, is_of_replica));
+            }
             RebuildProgress::Copying { total_bytes, left_bytes } => {
                 let (shown, is_first) = self.copies.update_snapshots(peer, (total_bytes, left_bytes), now);
                 if is_first {

@@ -23,7 +23,8 @@ impl Serving<'_> {
         let Some(replica) = self.replica(peer) else { return Ok(()) };
         tracing::warn!(volume = %self.spec.volume, %replica, reason, "a replica has failed");
         let view = self.view;
-        if view.members.contains(replica) {
+        let was_member = view.members.contains(replica);
+        if was_member {
             // Members and core count all that it misses from here on.
             self.context().update(peer, |peer| {
                 peer.is_complete = true;
@@ -43,6 +44,7 @@ impl Serving<'_> {
             member.mode = MemberMode::Failed;
             member.message = format!("{reason}{message}");
             member.copy = None;
+            member.rebuild_failed |= !was_member && matches!(cause, DropCause::Full | DropCause::Late);
             member.away_since_ms.get_or_insert_with(status::now_ms);
         });
         self.rebuild_tasks.start(peer, delay)

@@ -265,6 +265,9 @@ pub struct MemberRecord {
     #[serde(default, serialize_with = "shorthorn_types::optional::number::serialize")]
     #[schemars(with = "u64")]
     pub away_since_ms: Option<u64>,
+    /// True if the replica itself has ended a rebuild since it left.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub rebuild_failed: bool,
 }
 
 impl<'de> Deserialize<'de> for MemberRecord {
@@ -282,21 +285,23 @@ impl<'de> Deserialize<'de> for MemberRecord {
             /// The field as release 0.1.0 has written it; it stays beside the new one.
             #[serde(rename = "away_since_ms")]
             of_first_release: Option<u64>,
+            #[serde(default)]
+            rebuild_failed: bool,
         }
-        let Stored { mode, message, awaited, away_since_ms, of_first_release } =
+        let Stored { mode, message, awaited, away_since_ms, of_first_release, rebuild_failed } =
             Stored::deserialize(deserializer)?;
         // A controller of release 0.1.0 keeps the field, and removes the message when the wait ends.
         let awaited = mode.is_awaited(awaited, &message) && !message.is_empty();
         let away_since_ms = away_since_ms.or(of_first_release).filter(|since_ms| *since_ms > 0);
-        Ok(MemberRecord { mode, message, awaited, away_since_ms })
+        Ok(MemberRecord { mode, message, awaited, away_since_ms, rebuild_failed })
     }
 }
 
 impl From<&MemberStatus> for MemberRecord {
     fn from(member: &MemberStatus) -> MemberRecord {
-        let MemberStatus { mode, message, away_since_ms, .. } = member;
         let awaited = member.is_awaited();
-        MemberRecord { mode: *mode, message: message.clone(), awaited, away_since_ms: *away_since_ms }
+        let MemberStatus { mode, message, away_since_ms, rebuild_failed, .. } = member.clone();
+        MemberRecord { mode, message, awaited, away_since_ms, rebuild_failed }
     }
 }
 
@@ -304,21 +309,33 @@ impl MemberRecord {
     /// Returns a replica in that mode without further data.
     #[must_use]
     pub const fn of(mode: MemberMode) -> MemberRecord {
-        MemberRecord { mode, message: String::new(), awaited: false, away_since_ms: None }
+        MemberRecord {
+            mode,
+            message: String::new(),
+            awaited: false,
+            away_since_ms: None,
+            rebuild_failed: false,
+        }
     }
 
     /// Returns a member for which requests wait, for the reason in `message`.
     #[must_use]
     pub const fn awaited(message: String) -> MemberRecord {
-        MemberRecord { mode: MemberMode::Member, message, awaited: true, away_since_ms: None }
+        MemberRecord {
+            mode: MemberMode::Member,
+            message,
+            awaited: true,
+            away_since_ms: None,
+            rebuild_failed: false,
+        }
     }
 
     /// Returns the status of the member: the fields of this record, and the others from `seen`.
     #[must_use]
     pub fn with_rest_of(&self, seen: MemberStatus) -> MemberStatus {
-        let MemberRecord { mode, message, awaited, away_since_ms } = self.clone();
+        let MemberRecord { mode, message, awaited, away_since_ms, rebuild_failed } = self.clone();
         let copy = seen.copy.filter(|_| mode == MemberMode::Rebuilding);
-        MemberStatus { mode, message, awaited: Some(awaited), away_since_ms, copy, ..seen }
+        MemberStatus { mode, message, awaited: Some(awaited), away_since_ms, rebuild_failed, copy, ..seen }
     }
 }
 
@@ -352,7 +369,8 @@ mod tests {
         let copy = Some(CopyStatus { total_bytes: 9, left_bytes: 3, bytes_per_s: 1 });
         let seen = MemberStatus { times_awaited: 4, copy, ..MemberStatus::of(id, MemberMode::Member) };
         let (mode, message) = (MemberMode::Failed, "gone".to_owned());
-        let record = MemberRecord { mode, message, awaited: false, away_since_ms: Some(5) };
+        let away_since_ms = Some(5);
+        let record = MemberRecord { mode, message, awaited: false, away_since_ms, rebuild_failed: true };
         let whole = record.with_rest_of(seen.clone());
         assert_eq!(MemberRecord::from(&whole), record);
         assert_eq!((whole.times_awaited, whole.copy), (4, None), "it is not being rebuilt");

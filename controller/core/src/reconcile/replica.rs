@@ -235,7 +235,10 @@ fn with_membership(context: &Context<'_>, replica: &Replica) -> StoredReplicaSta
     // The engine serves, so a replica that is not a member of its view has left it, or was never in one.
     let away_since = member.and_then(|member| away_since(member, context.now)).unwrap_or(context.now);
     if mode == Some(MemberMode::Rebuilding) {
-        status.lost_since = None;
+        // A replica that ends its own rebuilds is lost from the first of them on, or none would replace it.
+        if !member.is_some_and(|member| member.rebuild_failed) {
+            status.lost_since = None;
+        }
     } else if status.lost_since.is_none() {
         // A replica that was being rebuilt since it left has not been lost for all that time.
         let since = if status.failed_at.is_none() { away_since } else { context.now };

@@ -102,6 +102,7 @@ fn member(number: u64, mode: MemberMode) -> MemberStatus {
         times_rotten: 2,
         times_rot_copied: 3,
         away_since_ms: (mode != MemberMode::Member).then_some(7),
+        rebuild_failed: mode == MemberMode::Failed,
         copy: (mode == MemberMode::Rebuilding).then_some(copy()),
     }
 }

@@ -109,3 +109,35 @@ fn a_replacement_that_is_lost_is_replaced_in_turn() {
     };
     assert!(decision.actions.iter().any(is_on_c), "{:#?}", decision.actions);
 }
+
+/// The disk of such a replica is full, for example. It would begin a rebuild again and again.
+#[test]
+fn a_replica_that_ends_its_rebuilds_stays_lost_while_it_is_rebuilt_again() {
+    let lost_since = Some(now() - Duration::from_secs(60));
+    let lost_since_when = |rebuild_failed| {
+        let mut cluster = degraded_cluster();
+        let lost = cluster.replicas.values().find(|replica| replica.status.lost_since.is_some()).unwrap();
+        let mut lost = lost.clone();
+        lost.status.lost_since = lost_since;
+        let mut engine = cluster.engines["v"].clone();
+        let member = MemberRecord { rebuild_failed, ..MemberRecord::of(MemberMode::Rebuilding) };
+        engine.status.replica_mode_map.insert(lost.spec.replica_id, member);
+        let name = lost.metadata.name.clone();
+        cluster.insert(engine.into());
+        cluster.insert(lost.into());
+        let agents = agents(None);
+        let settings = Settings::default();
+        let context =
+            Context { cluster: &cluster, agents: &agents, now: now(), random: [0; MAX_MEMBERS], settings };
+        let decision = reconcile(&context, &Key::new(Kind::Replica, &name));
+        let written = decision.actions.iter().find_map(|action| match action {
+            Action::Write(object) => match &**object {
+                Object::Replica(replica) => Some(replica.status.lost_since),
+                _ => None,
+            },
+            _ => None,
+        });
+        written.unwrap_or(lost_since)
+    };
+    assert_eq!((lost_since_when(false), lost_since_when(true)), (None, lost_since));
+}

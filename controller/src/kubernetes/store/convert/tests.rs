@@ -111,6 +111,7 @@ fn full_engine() -> Engine {
         message: "gone".to_owned(),
         awaited: false,
         away_since_ms: Some(5),
+        rebuild_failed: true,
     };
     let target = ReplicaTarget { addresses: vec!["tcp:10.0.0.1:9".to_owned()], local: true };
     Engine {
