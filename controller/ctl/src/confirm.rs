@@ -1,6 +1,7 @@
 use std::io::{BufRead, IsTerminal, Write};
 
 use super::error::CtlError;
+use crate::terminal_text::terminal_text;
 
 /// Returns the name of the user at the keyboard, if known, for the record.
 pub(super) fn operator() -> String {
@@ -59,7 +60,7 @@ fn typed(name: &str, refusal: &str, question: &str) -> Result<(), CtlError> {
         return Err(CtlError::NotConfirmed(refusal.to_owned()));
     }
     let failed = |error: std::io::Error| CtlError::NotConfirmed(format!("cannot ask: {error}"));
-    write!(output, "{question} Type its name to continue: ").map_err(failed)?;
+    write!(output, "{} Type its name to continue: ", terminal_text(question)).map_err(failed)?;
     output.flush().map_err(failed)?;
     let mut answer = String::new();
     input.lock().read_line(&mut answer).map_err(failed)?;

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
-use shorthornctl::{Cli, run};
+use shorthornctl::{Cli, run, terminal_text};
 
 fn main() -> anyhow::Result<ExitCode> {
     let cli = Cli::parse();
@@ -12,7 +12,7 @@ fn main() -> anyhow::Result<ExitCode> {
     match runtime.block_on(run(cli)) {
         Ok(()) => Ok(ExitCode::SUCCESS),
         Err(error) => {
-            writeln!(std::io::stderr(), "error: {error}")?;
+            writeln!(std::io::stderr(), "error: {}", terminal_text(&error.to_string()))?;
             Ok(error.exit_code())
         }
     }

@@ -11,6 +11,7 @@ use super::error::CtlError;
 use super::format::Format;
 use super::json::{InspectionOutput, RebalanceOutput, VolumeOutput};
 use super::table::table;
+use crate::terminal_text::terminal_text;
 
 /// Writes `text` and ends its last line. A closed pipe (`| head`) is not an error.
 pub(super) fn print(text: &str) -> Result<(), CtlError> {
@@ -18,7 +19,7 @@ pub(super) fn print(text: &str) -> Result<(), CtlError> {
         return Ok(());
     }
     let mut output = std::io::stdout().lock();
-    match writeln!(output, "{}", text.trim_end()).and_then(|()| output.flush()) {
+    match writeln!(output, "{}", terminal_text(text.trim_end())).and_then(|()| output.flush()) {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         result => result.map_err(|error| CtlError::Output(error.to_string())),
     }
@@ -26,7 +27,7 @@ pub(super) fn print(text: &str) -> Result<(), CtlError> {
 
 /// Writes a text that an operator has to read before a question to standard error.
 pub(super) fn complain(text: &str) -> Result<(), CtlError> {
-    let result = writeln!(std::io::stderr().lock(), "{}", text.trim_end());
+    let result = writeln!(std::io::stderr().lock(), "{}", terminal_text(text.trim_end()));
     result.map_err(|error| CtlError::Output(error.to_string()))
 }
 

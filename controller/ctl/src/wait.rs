@@ -17,6 +17,7 @@ use tonic::{Code, Status};
 use super::error::{CtlError, is_unreachable};
 use super::format::Format;
 use super::output::for_programs;
+use crate::terminal_text::terminal_text;
 
 /// The wait before a broken stream is opened again.
 const RETRY: Duration = Duration::from_millis(200);
@@ -299,7 +300,7 @@ impl ProgressLine {
     }
 
     pub(super) fn say(&self, text: &str) {
-        self.0.set_message(text.to_owned());
+        self.0.set_message(terminal_text(text).into_owned());
     }
 }
 
