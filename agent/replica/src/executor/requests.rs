@@ -184,10 +184,10 @@ pub(super) enum Durability {
     ByFlush,
 }
 
-/// Returns the step for a write to files with direct I/O, or to files that the kernel buffers. A durable write
-/// to a buffered file may fail for lack of space because of *other* data that the kernel has not written yet.
-/// The kernel reports that once, and a later fdatasync succeeds. Only an fdatasync shows this clearly: its
-/// every error makes the replica fail.
+/// Returns the step for a write to files with direct I/O, or to files that the kernel buffers. A durable
+/// write to a buffered file may fail for lack of space because of other data. The kernel has not written that
+/// data yet, and reports its error once: a later fdatasync succeeds. Only an fdatasync shows this clearly,
+/// because its every error makes the replica fail.
 pub(super) fn durability(header: &Header, direct_io: bool) -> Durability {
     match (is_durable(header), direct_io) {
         (false, _) => Durability::Later,
