@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use shorthorn_control::{EnginePhase, EngineSpec, EngineStatus, GrantWanted, MemberStatus, Publisher};
 use shorthorn_core::{Cause, Event, FailedRequest, PeerIndex};
 use shorthorn_frontend::RefusedRequest;
-use shorthorn_recovery::{DropHistory, RebuildDelay};
+use shorthorn_recovery::{DropHistory, RebuildDelay, RebuildFailures};
 use shorthorn_types::limits::MAX_MEMBERS;
 use shorthorn_types::{ReplicaId, View};
 
@@ -62,6 +62,8 @@ pub struct Serving<'a> {
     copies: Copies,
     /// For each replica, its recent drops.
     drop_histories: [DropHistory; MAX_MEMBERS],
+    /// For each replica, the rebuilds that it has ended itself since it left.
+    rebuild_failures: [RebuildFailures; MAX_MEMBERS],
     begun: Instant,
     /// The members whose addresses have changed.
     moves: Moves,
@@ -95,6 +97,7 @@ impl<'a> Serving<'a> {
             asked: None,
             copies: Copies::new(opened.unequal_bytes(), now),
             drop_histories: Default::default(),
+            rebuild_failures: Default::default(),
             begun: now,
             moves: Moves::default(),
             scrubs: Scrubs::new(),
@@ -339,12 +342,11 @@ impl<'a> Serving<'a> {
                 message.clone_into(&mut engine.message);
             }
         });
-        if 2 * view.members.len() <= self.spec.replicas.len() {
-            // Too few are left to reject members that were absent before.
-            let was_away = |peer: &PeerContext| !before.members.contains(peer.endpoint.replica);
-            let away = self.context().known_peers().into_iter().filter(|(_, peer)| was_away(peer));
-            away.for_each(|(index, _)| self.rebuild_tasks.end_delay(index));
-        }
+        // Too few may be left to reject members that were absent before.
+        let was_away = |peer: &PeerContext| !before.members.contains(peer.endpoint.replica);
+        let away = self.context().known_peers().into_iter().filter(|(_, peer)| was_away(peer));
+        let needed = away.filter(|(index, _)| self.needed_beside(view.members.len(), *index));
+        needed.for_each(|(index, _)| self.rebuild_tasks.end_delay(index));
         self.rebuild_tasks.retry_now();
         self.give_up_unwanted()
     }

@@ -85,6 +85,11 @@ impl Meter {
         Meter { total_bytes: left_bytes, left_bytes, bytes_per_s: 0, measured: now, begun: now }
     }
 
+    /// Returns the time since it was begun.
+    pub fn runs_for(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.begun)
+    }
+
     /// Records the bytes that are left now. They may have become more.
     pub fn update(&mut self, left_bytes: u64, now: Instant) {
         let took = now.saturating_duration_since(self.measured);

@@ -397,15 +397,16 @@ impl MemberStatus {
         self.mode.is_awaited(self.awaited, &self.message)
     }
 
-    /// Reports that the replica does not come back yet, for `reason`. An attempt to rebuild it has ended, if
-    /// one was under way. `is_of_replica`: the replica has answered with an error.
-    pub fn rebuild_waits(&mut self, reason: String, is_of_replica: bool) {
+    /// Reports that the replica does not come back yet, for `reason`. Returns true if an attempt to rebuild
+    /// the replica has ended by that.
+    pub fn rebuild_waits(&mut self, reason: String) -> bool {
         // Nothing is copied during the pause, so the status shows the reason.
         (self.message, self.copy) = (reason, None);
-        if self.mode == MemberMode::Rebuilding {
+        let was_rebuilding = self.mode == MemberMode::Rebuilding;
+        if was_rebuilding {
             self.mode = MemberMode::Failed;
-            self.rebuild_failed |= is_of_replica;
         }
+        was_rebuilding
     }
 
     /// Reports that the replica is a member again.

@@ -74,16 +74,15 @@ fn a_wait_for_a_member_is_reported_by_a_field_and_by_release_0_1_0_by_a_message(
 }
 
 #[test]
-fn a_replica_that_ends_its_own_rebuild_has_failed() {
+fn a_replica_is_not_being_rebuilt_between_two_attempts() {
     let mut member = MemberStatus::of(ReplicaId::from_random(1), MemberMode::Rebuilding);
-    member.away_since_ms = Some(7);
-    member.rebuild_waits("it does not answer".to_owned(), false);
-    assert_eq!((member.mode, member.rebuild_failed), (MemberMode::Failed, false), "its node may be gone");
-    member.rebuild_waits("refused".to_owned(), true);
-    assert!(!member.rebuild_failed, "no rebuild was under way");
-    member.mode = MemberMode::Rebuilding;
-    member.rebuild_waits("its disk is full".to_owned(), true);
-    assert_eq!((member.mode, member.rebuild_failed), (MemberMode::Failed, true));
+    (member.away_since_ms, member.rebuild_failed) = (Some(7), true);
+    assert!(member.rebuild_waits("it does not answer".to_owned()));
+    assert_eq!((member.mode, member.message.as_str()), (MemberMode::Failed, "it does not answer"));
+    assert!(!member.rebuild_waits("it still does not".to_owned()), "no attempt was under way");
+    member.mode = MemberMode::Connecting;
+    assert!(!member.rebuild_waits("refused".to_owned()));
+    assert_eq!(member.mode, MemberMode::Connecting);
     member.rebuilt();
     assert_eq!(member, MemberStatus::of(ReplicaId::from_random(1), MemberMode::Member));
 }

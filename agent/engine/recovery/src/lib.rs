@@ -13,7 +13,7 @@
 //!
 //! [`Offenders`] are the replicas that an attempt to open the volume leaves out. [`BadSources`] are the
 //! members that the next copy does not read. [`DropHistory`] decides how soon a dropped replica may come
-//! back.
+//! back, and [`RebuildFailures`] whether it is waited for.
 #![forbid(unsafe_code)]
 #![expect(async_fn_in_trait, reason = "neither user of these traits sends the futures to another thread")]
 
@@ -24,6 +24,7 @@ mod open;
 mod other_member;
 mod out_of_sync_sets;
 mod rebuild;
+mod rebuild_failures;
 mod replica_link;
 mod serving;
 
@@ -36,5 +37,6 @@ pub use open::{
 pub use other_member::{BlockSearch, UNREAD_MAX};
 pub use out_of_sync_sets::{forget_in_vain, give_up};
 pub use rebuild::{OTHER_RUN, RebuildError, ReplicaRebuild, SOURCE_HAS_LEFT, Source, rebuild};
+pub use rebuild_failures::{RebuildFailure, RebuildFailures};
 pub use replica_link::{LinkError, ReplicaLink, SizeMismatch, fit, regions};
 pub use serving::{Address, KnownPeer, PendingView, ServingEngine, members};

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use shorthorn_control::{ProcessCommand, RebuildLimits, ReplicaEndpoint, ScrubCommand, ScrubStatus};
 use shorthorn_core::{Event, PeerConfig, PeerIndex, PeerState};
-use shorthorn_recovery::{DropHistory, ServingEngine};
+use shorthorn_recovery::{DropHistory, RebuildFailures, ServingEngine};
 use shorthorn_types::View;
 use shorthorn_types::limits::MAX_MEMBERS;
 
@@ -167,6 +167,7 @@ impl Serving<'_> {
             .set(index, Some(PeerContext { endpoint, is_complete: false, last_view: None, run: None }));
         self.shared().send_to_core(Event::Track { peer: index, config });
         self.drop_histories[usize::from(index)] = DropHistory::default();
+        self.rebuild_failures[usize::from(index)] = RebuildFailures::default();
         self.rebuild_tasks.start(index, NO_DELAY)
     }
 

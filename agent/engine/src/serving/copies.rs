@@ -71,6 +71,13 @@ impl Copies {
         updated(&mut self.rebuilds[usize::from(peer)], left_bytes, now)
     }
 
+    /// Returns the time for which the copy to replica number `peer` has run. Its snapshots and its regions
+    /// count separately.
+    pub fn rebuild_time(&self, peer: PeerIndex, now: Instant) -> Duration {
+        let meter = self.rebuilds[usize::from(peer)].as_ref();
+        meter.map_or(Duration::ZERO, |meter| meter.runs_for(now))
+    }
+
     /// Ends the copy to replica number `peer`, and returns its meter, if one was running.
     pub fn end_rebuild(&mut self, peer: PeerIndex) -> Option<Meter> {
         self.rebuilds[usize::from(peer)].take()

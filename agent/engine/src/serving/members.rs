@@ -4,10 +4,11 @@ use std::time::{Duration, Instant};
 
 use shorthorn_control::{MemberMode, MemberStatus};
 use shorthorn_core::{DropCause, PeerIndex, PeerState};
-use shorthorn_recovery::RebuildDelay;
+use shorthorn_recovery::{RebuildDelay, RebuildFailure};
 use shorthorn_types::{ByteRange, ReplicaId};
 
 use super::{NO_DELAY, Serving};
+use crate::context::PeerContext;
 use crate::error::EngineError;
 use crate::status;
 
@@ -31,6 +32,13 @@ impl Serving<'_> {
                 peer.last_view = Some(view);
             });
         }
+        let failures = &mut self.rebuild_failures[usize::from(peer)];
+        match cause {
+            DropCause::Late if !was_member => failures.add(RebuildFailure::Late),
+            DropCause::Full if !was_member => failures.add(RebuildFailure::Disk),
+            DropCause::Late | DropCause::Full | DropCause::Unused | DropCause::Broken => {}
+        }
+        let has_failed = failures.any();
         let (delay, message) = self.delay_of(peer, cause);
         if delay != NO_DELAY {
             tracing::warn!(
@@ -44,7 +52,7 @@ impl Serving<'_> {
             member.mode = MemberMode::Failed;
             member.message = format!("{reason}{message}");
             member.copy = None;
-            member.rebuild_failed |= !was_member && matches!(cause, DropCause::Full | DropCause::Late);
+            member.rebuild_failed = has_failed;
             member.away_since_ms.get_or_insert_with(status::now_ms);
         });
         self.rebuild_tasks.start(peer, delay)
@@ -52,12 +60,7 @@ impl Serving<'_> {
 
     /// Returns the time for which the dropped replica stays out, and a description of it.
     fn delay_of(&mut self, peer: PeerIndex, cause: DropCause) -> (RebuildDelay, String) {
-        let peers = self.context().known_peers();
-        let members = self.shared().read_core(|core| {
-            let is_member = |index: PeerIndex| core.membership().state(index) == PeerState::Member;
-            peers.iter().filter(|(index, _)| is_member(*index)).count()
-        });
-        let is_needed = 2 * members <= self.spec.replicas.len();
+        let is_needed = self.needed_beside(self.members(), peer);
         let history = &mut self.drop_histories[usize::from(peer)];
         // Starts long before the start of the process, so that the first drop does not seem to follow another
         // one.
@@ -81,6 +84,31 @@ impl Serving<'_> {
             ),
         };
         (delay, message)
+    }
+
+    /// Returns the number of members, which the core changes before this thread learns of a new view.
+    fn members(&self) -> usize {
+        let peers = self.context().known_peers();
+        self.shared().read_core(|core| {
+            let is_member = |index: PeerIndex| core.membership().state(index) == PeerState::Member;
+            peers.iter().filter(|(index, _)| is_member(*index)).count()
+        })
+    }
+
+    /// Returns true if the replica may not stay out, because only `members` are left. A replica that was in a
+    /// view does not count those that never were: they are to take the place of others.
+    pub(super) fn needed_beside(&self, members: usize, peer: PeerIndex) -> bool {
+        let peers = self.context().known_peers();
+        let was_in_a_view = |known: &PeerContext| {
+            let is_member = self.view.members.contains(known.endpoint.replica);
+            is_member || known.last_view.is_some() || known.is_complete
+        };
+        let counts_views = peers.iter().any(|(index, known)| *index == peer && was_in_a_view(known));
+        let all = match counts_views {
+            true => peers.iter().filter(|(_, known)| was_in_a_view(known)).count(),
+            false => self.spec.replicas.len(),
+        };
+        2 * members <= all
     }
 
     /// Reports a late member without which the others cannot continue.
