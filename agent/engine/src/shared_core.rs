@@ -3,8 +3,9 @@
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::mpsc::{Sender, SyncSender};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::Duration;
 
+use nix::time::{ClockId, clock_gettime};
 use shorthorn_control::GrantWanted;
 use shorthorn_core::{EngineCore, Event, Output, Outputs, PeerIndex};
 use shorthorn_recovery::PendingView;
@@ -36,7 +37,7 @@ pub struct SharedCore {
     events: Sender<MainEvent>,
     stop: AtomicBool,
     drain: AtomicBool,
-    start: Instant,
+    start_ms: u64,
 }
 
 // One bit for each queue.
@@ -59,19 +60,20 @@ impl SharedCore {
             events,
             stop: AtomicBool::new(false),
             drain: AtomicBool::new(false),
-            start: Instant::now(),
+            start_ms: boot_time_ms(),
         }
     }
 
-    /// Milliseconds since the engine has started to serve.
+    /// Milliseconds since the engine has started to serve. The time for which the host is suspended counts.
     pub fn now_ms(&self) -> u64 {
-        u64::try_from(self.start.elapsed().as_millis()).unwrap_or(u64::MAX)
+        boot_time_ms().saturating_sub(self.start_ms)
     }
 
     /// Gives `events` to the core. Appends the outputs for `queue` to `mine`, and delivers the rest to the
     /// other queues and the main thread.
     pub fn apply(&self, queue: u16, events: &mut Vec<Event>, scratch: &mut Outputs, mine: &mut Outputs) {
         let mut core = lock(&self.core);
+        core.runs_at(self.now_ms());
         for event in events.drain(..) {
             core.apply(event, scratch);
         }
@@ -84,6 +86,7 @@ impl SharedCore {
     pub fn decide<R>(&self, act: impl FnOnce(&mut EngineCore, &mut Outputs) -> R) -> R {
         let mut outputs = Outputs::new();
         let mut core = lock(&self.core);
+        core.runs_at(self.now_ms());
         let result = act(&mut core, &mut outputs);
         let woken = self.distribute(&mut outputs, None);
         drop(core);
@@ -267,4 +270,12 @@ impl SharedCore {
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // A thread that panics ends the process: no other thread sees its state.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the milliseconds since the host was booted, with those for which it was suspended.
+fn boot_time_ms() -> u64 {
+    // Every supported kernel has the first clock.
+    let now = clock_gettime(ClockId::CLOCK_BOOTTIME).or_else(|_| clock_gettime(ClockId::CLOCK_MONOTONIC));
+    let now = now.map_or(Duration::ZERO, Duration::from);
+    u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
 }

@@ -271,6 +271,20 @@ impl Checker {
     }
 }
 
+impl Checker {
+    /// Returns the first sector that a read shows as it surely was not any more at `start`. The read says
+    /// nothing about writes that no reader has seen yet.
+    #[must_use]
+    pub fn stale(&self, first_sector: usize, ids: &[Id], start: Micros) -> Option<String> {
+        let is_stale = |(at, id): &(usize, &Id)| {
+            let may = |write: &Write| write.id == **id && write.dead.is_none_or(|dead| dead >= start);
+            !is_rot(**id) && !self.sectors[first_sector + at].iter().any(may)
+        };
+        let (at, id) = ids.iter().enumerate().find(is_stale)?;
+        Some(format!("sector {} as write {id}, asked at {start}", first_sector + at))
+    }
+}
+
 /// Finds the writes that have surely been replaced, and forgets those that cannot come back: replaced by
 /// durable ones, before `horizon`.
 fn prune(sector: &mut Vec<Write>, horizon: Micros) {

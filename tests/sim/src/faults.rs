@@ -38,6 +38,9 @@ pub enum Fault {
     SlowDisk { victim: usize, by_us: u64, for_us: u64 },
     /// The engine process is stopped, and then has everything to do at once.
     PauseEngine { tick_first: bool, for_us: u64 },
+    /// The engine is paused, and the volume is attached elsewhere. Until `longer_us` after the pause, the
+    /// host and the replica `keeps` reach each other alone.
+    Isolate { keeps: usize, tick_first: bool, for_us: u64, longer_us: u64 },
     /// A replica process is stopped, and then has everything to do at once.
     PauseReplica { victim: usize, for_us: u64 },
     /// The clock of a host leaps ahead.
@@ -235,6 +238,7 @@ impl Fault {
             Fault::Lie { at: LieAt::Source, .. } => "fault: lie as source",
             Fault::Lie { at: LieAt::Blocks, .. } => "fault: blocks that cannot be read",
             Fault::PauseEngine { .. } => "fault: pause engine",
+            Fault::Isolate { .. } => "fault: isolate engine",
             Fault::PauseReplica { .. } => "fault: pause replica",
             Fault::ClockJump { .. } => "fault: clock jumps",
             Fault::Replace { .. } => "fault: replace replica",

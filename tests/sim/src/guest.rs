@@ -2,7 +2,7 @@
 
 use fastrand::Rng;
 use shorthorn_checker::{Id, Micros};
-use shorthorn_core::Operation;
+use shorthorn_core::{Operation, SlotId};
 use shorthorn_types::{ByteRange, ReplicaId};
 
 use crate::engine::DEPTH;
@@ -16,6 +16,25 @@ pub struct Outstanding {
     /// The id that a write stores in every sector.
     pub id: Id,
     pub submitted: Micros,
+}
+
+/// A program at the device of an engine that was isolated.
+#[derive(Debug)]
+pub struct Watcher {
+    pub engine: u64,
+    /// The slot that no request of the guest has.
+    pub slot: SlotId,
+    /// The range and the time of the read that is not answered.
+    pub read: Option<(ByteRange, Micros)>,
+    pub reads: u32,
+    pub rng: Rng,
+}
+
+impl Watcher {
+    /// Returns the time of the read that is not answered.
+    pub fn asked(&self) -> Option<Micros> {
+        self.read.map(|(_, asked)| asked)
+    }
 }
 
 /// The guest, and the device that it uses.

@@ -5,7 +5,7 @@ use shorthorn_core::{Event, Operation, Request, SlotId};
 use shorthorn_types::{ByteRange, Errno};
 
 use crate::engine::DEPTH;
-use crate::guest::{Outstanding, sectors};
+use crate::guest::{Outstanding, Watcher, sectors};
 use crate::occurrence::Occurrence;
 use crate::simulation::Simulation;
 
@@ -23,7 +23,8 @@ impl Simulation {
         let rng = &mut self.guest.rng;
         let delay = if rng.u8(..) < 10 { rng.u64(1_000..400_000) } else { rng.u64(50..4_000) };
         self.after(delay, Occurrence::Guest);
-        let oldest = self.guest.slots.iter().flatten().map(|request| request.submitted).min();
+        let asked = self.guest.slots.iter().flatten().map(|request| request.submitted);
+        let oldest = asked.chain(self.watchers.iter().filter_map(Watcher::asked)).min();
         self.checker.forget_before(oldest.unwrap_or(self.now));
         // Any queue, and there the first slot that is free.
         let depth = usize::from(DEPTH);
@@ -144,7 +145,7 @@ impl Simulation {
     /// Completes a request.
     pub fn completed(&mut self, engine: u64, id: SlotId, outcome: Result<(), Errno>) {
         if self.guest.engine != Some(engine) {
-            return; // the device has no user any more
+            return self.watched(engine, id, outcome);
         }
         let Some(request) = self.guest.slots[place(id)].take() else {
             return self.violate(format!("slot {id:?} is completed twice"));

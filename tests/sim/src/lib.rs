@@ -35,6 +35,7 @@ mod shrink;
 mod simulation;
 mod tasks;
 mod trouble;
+mod watchers;
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -130,6 +131,8 @@ pub enum Sabotage {
     HolesUnseen,
     /// Blocks are read for their sums before the record of later modifications begins.
     SumsBeforeLook,
+    /// An engine serves reads after a pause as before.
+    PausesUnnoticed,
     /// A replica that has failed ends although its disk does not say that data may be gone.
     EndUnrecorded,
     /// A start never leaves a replica out that it has reached.
@@ -239,6 +242,8 @@ pub const COVERED: &[&str] = &[
     "fault: scrub of a snapshot",
     "fault: scrub",
     "fault: scrub that only reports",
+    "fault: isolate engine",
+    "reads after a pause",
     "scrubs stopped",
     "fault: another program",
     "regions summed",
@@ -478,6 +483,7 @@ impl Simulation {
             Occurrence::EndEngine { engine } => self.end_engine(engine),
             Occurrence::CloseQueue { engine, conn } => self.close_queue(engine, conn),
             Occurrence::Submit { engine, slot } => self.engine_takes(engine, slot),
+            Occurrence::Watch { engine } => self.watch(engine),
             Occurrence::AskArbiter { engine } => self.ask_arbiter(engine),
             Occurrence::Granted { engine, view } => self.granted(engine, view),
             Occurrence::Control => self.control_turn(),

@@ -38,6 +38,8 @@ pub enum Occurrence {
     CloseQueue { engine: u64, conn: ConnId },
     /// An engine takes the guest's request in a slot.
     Submit { engine: u64, slot: usize },
+    /// A program reads the device of an engine that was isolated.
+    Watch { engine: u64 },
     /// An engine asks for a grant, if it still wants one.
     AskArbiter { engine: u64 },
     /// The arbiter's answer arrives.

@@ -5,6 +5,7 @@
 //! requests come from there too, by a generator of its own. So a stored script survives a change of the
 //! generator of scripts, and mostly one of the simulation.
 
+mod isolation;
 mod rot;
 mod scrubs;
 
@@ -157,6 +158,7 @@ impl Script {
         script.choose_faults(&mut rng);
         script.add_rot();
         script.add_scrubs();
+        script.add_isolations();
         script
     }
 

@@ -11,7 +11,7 @@ use shorthorn_views::Arbiter;
 use crate::RunOptions;
 use crate::engine::{EngineProc, HostState};
 use crate::faults::{Fault, Replacement};
-use crate::guest::{Guest, Outstanding};
+use crate::guest::{Guest, Outstanding, Watcher};
 use crate::net::{Conn, ConnId, Cut, CutScope, Direction, NetMessage, ReplicaAnswer};
 use crate::occurrence::Occurrence;
 use crate::replica::Replica;
@@ -66,6 +66,8 @@ pub struct Simulation {
     /// The requests in flight when the guest moved: they may happen until the next engine serves.
     pub guest_forgot: Vec<Outstanding>,
     pub checker: Checker,
+    /// Programs at the devices of isolated engines.
+    pub watchers: Vec<Watcher>,
     /// An engine has started from members that had all lost power, and no guest has started over since.
     pub lost_unreported: bool,
     /// The broken paths.
@@ -135,6 +137,7 @@ impl Simulation {
             guest,
             guest_forgot: Vec::new(),
             checker,
+            watchers: Vec::new(),
             lost_unreported: false,
             cuts: Vec::new(),
             calls: BTreeMap::new(),
@@ -368,6 +371,7 @@ impl Simulation {
             Occurrence::Tick { engine }
             | Occurrence::CloseQueue { engine, .. }
             | Occurrence::Submit { engine, .. }
+            | Occurrence::Watch { engine }
             | Occurrence::AskArbiter { engine }
             | Occurrence::Granted { engine, .. } => Some(*engine),
             _ => None,

@@ -50,6 +50,9 @@ impl Simulation {
                 true
             }
             Fault::PauseEngine { tick_first, for_us } => self.pause_engine(tick_first, for_us),
+            Fault::Isolate { keeps, tick_first, for_us, longer_us } => {
+                self.isolate(keeps, tick_first, (for_us, longer_us), rng)
+            }
             Fault::ClockJump { host, by_ms } => {
                 self.hosts[host].clock_ms += by_ms;
                 self.hosts[host].engine.is_some()
@@ -208,7 +211,7 @@ impl Simulation {
         true
     }
 
-    fn pause_engine(&mut self, tick_first: bool, for_us: u64) -> bool {
+    pub(super) fn pause_engine(&mut self, tick_first: bool, for_us: u64) -> bool {
         let Some(engine) = self.hosts[self.controller.host].engine else { return false };
         let Some(process) = self.engines.get_mut(&engine).filter(|process| !process.paused) else {
             return false;

@@ -11,7 +11,7 @@ const FRESH_SECONDS: u64 = 60;
 
 /// A sabotage has to be noticed within as many seeds. The rarest one is noticed in one of some hundred.
 const SABOTAGE_SEEDS: u64 = 4000;
-const SABOTAGES: [&str; 39] = [
+const SABOTAGES: [&str; 40] = [
     "no-second-attempt",
     "holes-show-through",
     "stale-sectors",
@@ -40,6 +40,7 @@ const SABOTAGES: [&str; 39] = [
     "not-paused",
     "rebuilding-skipped",
     "clear-without-flush",
+    "pauses-unnoticed",
     "no-range-table",
     "no-give-back",
     "old-proposals",
@@ -150,6 +151,7 @@ fn script_for(sabotage: &str) -> Option<&'static str> {
         "reports-forgotten" => Some("rot-without-space-under-a-scrub"),
         "unread-pages" => Some("a-page-of-sums-that-is-not-in-memory"),
         "holes-unseen" => Some("blocks-that-vanish"),
+        "pauses-unnoticed" => Some("an-engine-that-is-isolated-and-paused"),
         "holes-unkept" => Some("a-repair-without-space"),
         _ => None,
     }

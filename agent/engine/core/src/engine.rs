@@ -169,6 +169,15 @@ impl EngineCore {
         self.slots.unfinished()
     }
 
+    /// Records that the process runs at `now_ms` of its clock. The caller does so before each event, under
+    /// the same lock. After a pause, new requests wait until a majority of the view answers a PING. A newer
+    /// engine may have taken the volume meanwhile. The only member in reach may be one that it does without.
+    pub fn runs_at(&mut self, now_ms: u64) {
+        if self.clock.is_after_pause(now_ms) {
+            self.timeouts.paused();
+        }
+    }
+
     /// Handles an event and appends the resulting outputs to `out`.
     pub fn apply(&mut self, event: Event, out: &mut Outputs) {
         if let Some((peer, queue)) = event.answered_by() {
@@ -183,6 +192,7 @@ impl EngineCore {
             Event::Pong { peer, queue, free_mib } => {
                 let pinged_at_ms = self.timeouts.ponged(peer, queue);
                 self.record_free_space(peer, pinged_at_ms, free_mib);
+                self.wake.all_if(self.timeouts.ends_pause(&self.membership));
             }
             Event::PingFailed { peer, queue, errno } => self.ping_failed(peer, queue, errno, out),
             Event::ViewStored { peer, view } => {

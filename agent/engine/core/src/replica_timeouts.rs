@@ -81,6 +81,9 @@ pub(crate) struct ReplicaTimeouts {
     slow: PeerMask,
     /// True while no majority of the view has answered lately.
     is_out_of_touch: bool,
+    /// After a pause, the replicas that have answered a PING of the time since then. None: a majority of the
+    /// view has.
+    answered_since_pause: Option<PeerMask>,
     /// The time at which the pending change of the view was proposed.
     proposed_at_ms: u64,
 }
@@ -99,6 +102,8 @@ pub(crate) struct LateReplicas {
 struct ConnectionTimes {
     /// The time of the PING that is not answered yet.
     pinged_at_ms: Option<u64>,
+    /// True if that PING was sent before a pause of this process: its answer may be as old.
+    is_ping_old: bool,
     /// The time of the replica's last answer of any kind.
     heard_at_ms: u64,
 }
@@ -186,6 +191,7 @@ impl ReplicaTimeouts {
             silent: PeerMask::NONE,
             slow: PeerMask::NONE,
             is_out_of_touch: false,
+            answered_since_pause: None,
             proposed_at_ms: 0,
         }
     }
@@ -210,7 +216,34 @@ impl ReplicaTimeouts {
     /// Records the answer of `peer` to the PING over its connection of `queue`. Returns when that PING was
     /// sent.
     pub fn ponged(&mut self, peer: PeerIndex, queue: u16) -> Option<u64> {
-        self.connection(peer, queue)?.pinged_at_ms.take()
+        let connection = self.connection(peer, queue)?;
+        let pinged_at_ms = connection.pinged_at_ms.take();
+        let is_old = std::mem::take(&mut connection.is_ping_old);
+        if let Some(answered) = self.answered_since_pause.as_mut().filter(|_| !is_old) {
+            *answered = answered.with(PeerMask::one(peer));
+        }
+        pinged_at_ms
+    }
+
+    /// Stops new requests after a pause of this process. The silence of replicas during the pause is not
+    /// known, and a newer engine may hold the volume by now.
+    pub fn paused(&mut self) {
+        self.answered_since_pause = Some(PeerMask::NONE);
+        for connection in self.connections.iter_mut().flatten() {
+            connection.is_ping_old = connection.pinged_at_ms.is_some();
+        }
+    }
+
+    /// Returns true if requests may continue after a pause: a majority of the view has answered since.
+    pub fn ends_pause(&mut self, membership: &Membership) -> bool {
+        let is_majority = |answered: PeerMask| {
+            membership.quorum_of(membership.answering().filter(|peer| answered.has(peer))) == Quorum::More
+        };
+        let ends = self.answered_since_pause.is_some_and(is_majority);
+        if ends {
+            self.answered_since_pause = None;
+        }
+        ends && !self.is_out_of_touch
     }
 
     /// Returns the time for which `peer` owes the answer to PING on each of its connections, and has sent
@@ -225,7 +258,8 @@ impl ReplicaTimeouts {
     /// Forgets the debts of `peer`, which was lost or has reconnected.
     pub fn forgive(&mut self, peer: PeerIndex, now_ms: u64) {
         if let Some(connections) = self.connections.get_mut(usize::from(peer)) {
-            *connections = [ConnectionTimes { pinged_at_ms: None, heard_at_ms: now_ms }; MAX_QUEUES as usize];
+            let fresh = ConnectionTimes { heard_at_ms: now_ms, ..ConnectionTimes::default() };
+            *connections = [fresh; MAX_QUEUES as usize];
         }
         self.awaited = self.awaited.without(PeerMask::one(peer));
         self.silent = self.silent.without(PeerMask::one(peer));
@@ -279,7 +313,7 @@ impl ReplicaTimeouts {
 
     /// Returns true if new requests have to wait, because no majority of the view has answered lately.
     pub fn is_out_of_touch(&self) -> bool {
-        self.is_out_of_touch
+        self.is_out_of_touch || self.answered_since_pause.is_some()
     }
 
     /// Returns the time for which each replica owes answers.
@@ -381,12 +415,13 @@ impl ReplicaTimeouts {
         let is_out_of_touch = !membership.is_frozen()
             && !membership.is_changing()
             && membership.quorum_of(heard) != Quorum::More;
-        std::mem::replace(&mut self.is_out_of_touch, is_out_of_touch) && !is_out_of_touch
+        let was_out_of_touch = std::mem::replace(&mut self.is_out_of_touch, is_out_of_touch);
+        was_out_of_touch && !self.is_out_of_touch()
     }
 
     /// Sends PINGs to the replicas in `connected`, if it is time for that.
     pub fn ping(&mut self, connected: PeerMask, now_ms: u64, out: &mut Outputs) {
-        let is_soon = std::mem::take(&mut self.pings_soon);
+        let is_soon = std::mem::take(&mut self.pings_soon) || self.answered_since_pause.is_some();
         if !is_soon && now_ms < self.pinged_at_ms + PING_INTERVAL_MS {
             return;
         }

@@ -16,10 +16,14 @@ use crate::simulation::Simulation;
 impl Simulation {
     /// Gives the core an event, and performs its outputs.
     pub fn apply(&mut self, engine: u64, event: Event) {
+        let (now_ms, sabotage) = (self.clock_ms(engine), self.options.sabotage);
         let mut outputs = std::mem::take(&mut self.outputs);
         let Some(core) = self.engines.get_mut(&engine).and_then(|process| process.core.as_mut()) else {
             return;
         };
+        if sabotage != Some(Sabotage::PausesUnnoticed) {
+            core.runs_at(now_ms);
+        }
         core.apply(event, &mut outputs);
         for output in outputs.drain(..) {
             self.perform(engine, output);

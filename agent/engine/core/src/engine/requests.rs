@@ -178,6 +178,7 @@ impl EngineCore {
     pub(super) fn ping_failed(&mut self, peer: PeerIndex, queue: u16, errno: Errno, out: &mut Outputs) {
         if self.is_alone(peer) {
             self.timeouts.ponged(peer, queue);
+            self.wake.all_if(self.timeouts.ends_pause(&self.membership));
             return;
         }
         self.lose(peer, format!("Ping: {errno}"), out);

@@ -184,3 +184,26 @@ fn a_copy_that_holds_requests_up_has_a_limit_by_its_length() {
     *jobs.at(0) = Job::Copy(copy);
     assert_eq!(timeouts.holds_requests_up(&jobs).map(|(peer, _)| peer), Some(2));
 }
+
+#[test]
+fn requests_wait_after_a_pause_until_a_majority_has_answered_since() {
+    let (mut timeouts, membership, mut out) = (timeouts(), members(), Vec::new());
+    timeouts.ping(all(), 1000, &mut out);
+    assert_eq!(out.len(), 6, "three replicas with two connections each");
+    (0..3).for_each(|peer| assert!(timeouts.ponged(peer, 1).is_some()));
+    timeouts.paused();
+    assert!(timeouts.is_out_of_touch());
+    assert!(!timeouts.keep_in_touch(&Debts::default(), &membership) && timeouts.is_out_of_touch());
+    // The answers to the PINGs from before the pause may be from before it, too.
+    (0..3).for_each(|peer| assert!(timeouts.ponged(peer, 0).is_some()));
+    assert!(!timeouts.ends_pause(&membership));
+    out.clear();
+    timeouts.ping(all(), 1001, &mut out);
+    assert_eq!(out.len(), 6, "at once");
+    timeouts.ponged(0, 0);
+    timeouts.ponged(0, 1);
+    assert!(!timeouts.ends_pause(&membership), "one of three");
+    timeouts.ponged(2, 1);
+    assert!(timeouts.ends_pause(&membership) && !timeouts.is_out_of_touch());
+    assert!(!timeouts.ends_pause(&membership), "once");
+}
