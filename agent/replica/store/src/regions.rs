@@ -1,5 +1,5 @@
 //! The files in which a replica keeps sets of regions, beside the volume: `shorthorn.intent`,
-//! `shorthorn.out_of_sync-<replica>` and `shorthorn.unsummed`. `shorthorn-regions` has their contents.
+//! `shorthorn.missed-<replica>` and `shorthorn.unsummed`. `shorthorn-regions` has their contents.
 //!
 //! A file has all its blocks from the start and keeps its length. So its pages can be written over when the
 //! disk is full. It gets its name when it is whole and durable.
