@@ -82,6 +82,8 @@ pub struct Simulation {
     pub woken: Vec<u64>,
     /// Blocks that a disk has changed by itself, by replica.
     pub was_rotten: std::collections::BTreeSet<(usize, u64)>,
+    /// The times at which blocks of snapshots were repaired last, by replica.
+    pub repaired: BTreeMap<(usize, u64), Micros>,
     /// The number of checks that a replica could not make for an engine, which has not reported them yet.
     pub failed_checks: BTreeMap<(usize, u64), u32>,
     /// The number of complete scrubs.
@@ -145,6 +147,7 @@ impl Simulation {
             outputs: Vec::new(),
             woken: Vec::new(),
             was_rotten: std::collections::BTreeSet::new(),
+            repaired: BTreeMap::new(),
             failed_checks: BTreeMap::new(),
             scrubs_done: 0,
             violation: None,

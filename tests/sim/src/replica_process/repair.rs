@@ -105,6 +105,9 @@ impl Simulation {
         if let Some(block) = forgotten {
             self.violate(format!("a repair of replica {at} has forgotten the rot of block {block}"));
         }
+        if repaired.is_ok() {
+            self.repaired.insert((at, block), self.now);
+        }
         self.count(match repaired {
             Ok(()) => "blocks of snapshots repaired",
             Err(reason) => reason,

@@ -11,6 +11,8 @@ use shorthorn_store::LostBlock;
 const LOOK_US: std::ops::Range<Micros> = 50_000..400_000;
 /// The time after which the operator restarts a replica that refuses modifications.
 const OPERATOR_US: std::ops::Range<Micros> = 1_000_000..5_000_000;
+/// The time within which an engine gets an answer, also after a pause.
+const ANSWERS_US: Micros = 10_000_000;
 /// The maximum number of regions that are summed at once.
 const REGIONS_AT_ONCE: u32 = 4;
 
@@ -99,8 +101,15 @@ impl Simulation {
                 Some((is_member && other != peer && is_same_run, at))
             })
             .collect();
-        let is_sound =
-            |at: usize| block_numbers(range).all(|block| !self.replicas[at].is_known_rotten(block));
+        // A block that was repaired just now may have been rotten when the engine asked.
+        let was_rotten_lately = |at: usize, block: u64| {
+            let repaired = self.repaired.get(&(at, block));
+            repaired.is_some_and(|repaired| self.now - repaired < ANSWERS_US)
+        };
+        let is_sound = |at: usize| {
+            let sound = |block| !self.replicas[at].is_known_rotten(block) && !was_rotten_lately(at, block);
+            block_numbers(range).all(sound)
+        };
         if replicas.iter().any(|(is_other, at)| *is_other && is_sound(*at)) {
             return self.violate(format!("{range} is copied with rot, and another member has it"));
         }
