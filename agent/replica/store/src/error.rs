@@ -70,7 +70,7 @@ pub enum StoreError {
     /// The file system allocates more than a block at a time.
     #[error(
         "the file system of {} allocates {unit_bytes} bytes for a write of 4096, which would hide data of \
-         older layers. Put replicas on a file system with blocks of at most 4096 bytes", directory.display()
+         older layers. Put replicas on a file system with blocks of 4096 bytes", directory.display()
     )]
     AllocationUnit {
         /// The replica's directory.

@@ -60,14 +60,19 @@ pub(super) fn obstacle(path: &Path) -> Option<String> {
             "file system is mounted read-only: see the kernel's log for the cause, and mount it again".into(),
         );
     }
-    if space.fragment_size() > BLOCK_BYTES {
-        let unit = space.fragment_size();
-        return Some(format!(
-            "the file system allocates {unit} bytes at a time, and replicas need {BLOCK_BYTES} or less: make \
-             one with blocks of {BLOCK_BYTES}"
-        ));
-    }
-    None
+    allocation_obstacle(space.fragment_size(), &filesystem(path).unwrap_or_default())
+}
+
+/// Returns the reason why replicas do not open on a file system of this type. Other types report sizes of
+/// transfers instead of `unit`, which a replica finds out when it opens.
+fn allocation_obstacle(unit: u64, filesystem: &str) -> Option<String> {
+    let is_small = unit < BLOCK_BYTES && matches!(filesystem, "ext2" | "ext3" | "ext4" | "xfs");
+    (unit > BLOCK_BYTES || is_small).then(|| {
+        format!(
+            "the file system allocates {unit} bytes at a time, and replicas need {BLOCK_BYTES}: make one with \
+             blocks of {BLOCK_BYTES} (mkfs.ext4 -b {BLOCK_BYTES})"
+        )
+    })
 }
 
 /// Returns the type of the file system that `path` is on.
@@ -83,4 +88,16 @@ pub(super) fn replicas(disk: &Path) -> Vec<String> {
         names.filter(|name| InstanceId::parse(v1::InstanceKind::Replica, name).is_ok()).collect();
     names.sort();
     names
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_system_with_small_blocks_is_no_disk() {
+        let refused = |unit, filesystem| allocation_obstacle(unit, filesystem).is_some();
+        assert!(refused(1024, "ext4") && refused(512, "xfs") && refused(65536, "xfs"));
+        assert!(!refused(4096, "ext4") && !refused(512, "zfs"), "ZFS does not report its blocks");
+    }
 }

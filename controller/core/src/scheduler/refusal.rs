@@ -90,7 +90,7 @@ impl fmt::Display for PlacementRefusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} of {} replicas have a place; ", self.placed, self.wanted)?;
         if self.by_node.is_empty() {
-            return f.write_str("no nodes: start the controller with --node NAME=URL");
+            return f.write_str("no nodes: shorthornctl node add NAME --address HOST:PORT");
         }
         f.write_str(&self.summary)?;
         for (node, removal) in self.by_node.iter().take(NAMED_MAX) {

@@ -34,7 +34,7 @@ const DISKS: [Column; 9] = [
 
 pub(super) fn list(nodes: Vec<v1::NodeObject>) -> List {
     let entries = nodes.into_iter().map(node).collect();
-    let if_empty = "No nodes. Start the controller with --node NAME=URL";
+    let if_empty = "No nodes. Add one: shorthornctl node add NAME --address HOST:PORT";
     List { columns: &NODES, entries, if_empty, warnings: Vec::new() }
 }
 
