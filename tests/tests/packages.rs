@@ -16,15 +16,10 @@ use shorthorn_tests::{build_packages, in_target, project};
 const VERSION: &str = "0.0.1";
 const PACKAGES: [&str; 3] = ["shorthorn-agent", "shorthorn-controller", "shorthornctl"];
 /// The configuration of each package, which upgrades keep.
-const CONFIGURATION: [&[&str]; 3] = [
-    &[
-        "/etc/multipath/conf.d/shorthorn.conf",
-        "/etc/needrestart/conf.d/shorthorn.conf",
-        "/etc/shorthorn/agent.toml",
-    ],
-    &["/etc/shorthorn/controller.env"],
-    &[],
-];
+const CONFIGURATION: [&[&str]; 3] =
+    [&["/etc/multipath/conf.d/shorthorn.conf", "/etc/needrestart/conf.d/shorthorn.conf"], &[], &[]];
+/// The settings of each package. In the deb they are no conffiles: packages_deb.rs installs them.
+const SETTINGS: [&[&str]; 3] = [&["/etc/shorthorn/agent.toml"], &["/etc/shorthorn/controller.env"], &[]];
 
 /// Returns all packages in both formats, built once for all tests of this file.
 fn packages() -> Result<&'static Path> {
@@ -138,7 +133,7 @@ fn a_package_has_its_program_manual_and_documents() -> Result<()> {
 
 #[test]
 fn both_formats_know_the_configuration() -> Result<()> {
-    for (package, expected) in PACKAGES.into_iter().zip(CONFIGURATION) {
+    for ((package, expected), settings) in PACKAGES.into_iter().zip(CONFIGURATION).zip(SETTINGS) {
         let deb = file(package, "deb")?;
         let unpacked = tempfile::tempdir()?;
         run("dpkg-deb", &["--control", path(&deb)?, path(unpacked.path())?])?;
@@ -146,7 +141,7 @@ fn both_formats_know_the_configuration() -> Result<()> {
         ensure!(listed.lines().collect::<Vec<_>>() == expected, "{package}: {listed}");
         let listed = run("rpm", &["-q", "--configfiles", "-p", path(&file(package, "rpm")?)?])?;
         let listed: Vec<&str> = listed.lines().filter(|line| line.starts_with('/')).collect();
-        ensure!(listed == expected, "{package}: {listed:?}");
+        ensure!(listed == [expected, settings].concat(), "{package}: {listed:?}");
     }
     // RPM replaces other configuration at an upgrade.
     let flags = ["-qp", "--qf", "[%{FILENAMES} %{FILEFLAGS:fflags}\n]"];
@@ -308,6 +303,7 @@ fn the_rpm_installs_the_files_of_the_deb() -> Result<()> {
             let is_debian = ["/copyright", "/changelog.Debian.gz"].iter().any(|end| file.ends_with(end));
             if !is_debian && !file.contains("/lintian/") {
                 let file = file.replace("/vendor-completions/", "/site-functions/");
+                let file = file.replace("/usr/share/shorthorn/", "/etc/shorthorn/");
                 expected.insert(file, mode == "-rwxr-xr-x");
             }
         }
