@@ -158,7 +158,10 @@ fn the_host_knows_the_disk(host: &VmHost) -> Result<()> {
     ensure!(namespaces.len() == 2 && namespaces[0] == namespaces[1], "{agents}");
     let program = host.sh(&format!("readlink /proc/{}/exe", engine_pid(host)?.trim()))?;
     ensure!(program.trim() == "/var/lib/shorthorn/bin/shorthorn-agent", "{program}");
-    Ok(())
+    // The generator runs at each reload of systemd.
+    host.sh("systemctl is-active shorthorn-order.target remote-fs-pre.target && \
+             grep -q After= /run/systemd/generator/shorthorn-replica@.service.d/disks.conf")
+        .map(drop)
 }
 
 fn engine_pid(host: &VmHost) -> Result<String> {

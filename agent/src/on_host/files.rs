@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::thread;
@@ -21,9 +21,19 @@ const PROGRAM_OF_UNITS: &str = "/usr/bin/shorthorn-agent";
 /// A file of the package: its path in a directory, and its content.
 type Packaged = (&'static str, &'static str);
 
-/// The units of instances, and the order of a shutdown, in /run/systemd/system. The agent itself is not a
-/// unit, and makes its CSI sockets by itself.
-const UNITS: [Packaged; 6] = [
+/// The target that the agent starts before any instance. The target activates those of the order, as the unit
+/// of the agent does on a host with the package. systemd refuses to start those by their names.
+pub const ORDER_TARGET: &str = "shorthorn-order.target";
+const ORDER: &str = "[Unit]
+Description=Shorthorn: the targets that order engines and replicas
+After=shorthorn-replicas.target remote-fs-pre.target
+Wants=shorthorn-replicas.target remote-fs-pre.target
+";
+
+/// The units of instances, and the order of a boot and a shutdown, in /run/systemd/system. The agent itself
+/// is not a unit, and makes its CSI sockets by itself.
+const UNITS: [Packaged; 7] = [
+    (ORDER_TARGET, ORDER),
     ("shorthorn-engine@.service", include_str!("../../../systemd/system/shorthorn-engine@.service")),
     ("shorthorn-replica@.service", include_str!("../../../systemd/system/shorthorn-replica@.service")),
     ("shorthorn-replicas.target", include_str!("../../../systemd/system/shorthorn-replicas.target")),
@@ -37,6 +47,14 @@ const UNITS: [Packaged; 6] = [
         include_str!("../../../systemd/system/var-lib-kubelet-pods-.mount.d/shorthorn.conf"),
     ),
 ];
+
+/// The program that orders replicas and the mounts of their disks, at each reload of systemd. /run may forbid
+/// programs: a link there leads to the directory of the agent's copy.
+const GENERATOR: Packaged =
+    ("shorthorn-generator", include_str!("../../../systemd/system-generators/shorthorn-generator"));
+const GENERATORS: &str = "run/systemd/system-generators";
+/// The settings that the generator of the package reads.
+const PACKAGED_SETTINGS: &str = "etc/shorthorn/agent.toml";
 
 /// Options of the drivers, and the rule that keeps other programs off the disks of volumes. modprobe and udev
 /// notice them by themselves.
@@ -88,6 +106,22 @@ impl HostFiles<'_> {
         UNITS.iter().try_for_each(|(name, content)| {
             put(&folder.join(name), content.replace(PROGRAM_OF_UNITS, program).as_bytes(), 0o644)
         })
+    }
+
+    /// Writes the generator beside the copy `program`, for the file `settings` below the root.
+    pub fn put_generator(&self, program: &Path, settings: &str) -> anyhow::Result<()> {
+        let (name, content) = GENERATOR;
+        let file = program.with_file_name(name);
+        put(&file, content.replace(PACKAGED_SETTINGS, settings).as_bytes(), 0o755)?;
+        let link = self.root.join(GENERATORS).join(name);
+        make_directory(&self.root.join(GENERATORS), 0o755)?;
+        let new = link.with_added_extension("new");
+        match fs::remove_file(&new) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => symlink(&file, &new),
+        }
+        .with_context(|| new.display().to_string())?;
+        rename(&new, &link)
     }
 }
 
@@ -184,6 +218,32 @@ mod tests {
         for path in ["/opt/a b/shorthorn-agent", "/opt/%n/shorthorn-agent"] {
             assert!(files.put_units(Path::new(path)).is_err(), "{path}");
         }
+    }
+
+    #[test]
+    fn the_order_has_the_targets_of_the_agents_unit() {
+        let agent = include_str!("../../../systemd/system/shorthorn-agent.service");
+        let targets = "shorthorn-replicas.target remote-fs-pre.target";
+        for line in [format!("After={targets}\n"), format!("Wants={targets}\n")] {
+            assert!(agent.contains(&line) && ORDER.contains(&line), "{line}");
+        }
+    }
+
+    #[test]
+    fn the_generator_reads_the_settings_of_the_copy() {
+        let root = tempfile::tempdir().unwrap();
+        let files = HostFiles::in_root(root.path());
+        let program = root.path().join("opt/s/shorthorn-agent");
+        for _ in 0..2 {
+            files.put_generator(&program, "run/shorthorn/agent.toml").unwrap();
+        }
+        let link = root.path().join("run/systemd/system-generators/shorthorn-generator");
+        assert_eq!(fs::read_link(&link).unwrap(), root.path().join("opt/s/shorthorn-generator"));
+        assert_eq!(fs::metadata(&link).unwrap().permissions().mode() & 0o777, 0o755);
+        let text = fs::read_to_string(&link).unwrap();
+        assert!(text.contains("config=$root/run/shorthorn/agent.toml\n"), "{text}");
+        assert!(!text.contains(PACKAGED_SETTINGS), "{text}");
+        assert_eq!(fs::read_dir(link.parent().unwrap()).unwrap().count(), 1);
     }
 
     #[test]

@@ -63,7 +63,7 @@ pub fn serve_on_host(args: &ServeOnHostArgs) -> anyhow::Result<Infallible> {
     enter_host()?;
     // As in the unit of the package: state has secrets.
     umask(Mode::from_bits_truncate(0o077));
-    let copy = install(Path::new("/"), &programs, &program, &settings)?;
+    let copy = install(Path::new("/"), &programs, &program, &settings, systemctl)?;
     let error = Command::new(&copy).arg("serve").arg("--config").arg(&host_settings).env("PATH", PATH).exec();
     Err(error).with_context(|| copy.display().to_string())
 }
@@ -86,7 +86,16 @@ fn enter_host() -> anyhow::Result<()> {
 
 /// Copies program, units and settings to the host whose root directory is `root`. Returns the copy of the
 /// program.
-fn install(root: &Path, programs: &Path, program: &[u8], settings: &str) -> anyhow::Result<PathBuf> {
+///
+/// systemd reads the units again, and running ones keep their processes. The targets of the order become
+/// active without a wait: an instance of an earlier agent that is starting may hold them up.
+fn install(
+    root: &Path,
+    programs: &Path,
+    program: &[u8],
+    settings: &str,
+    mut systemctl: impl FnMut(&[&str]) -> anyhow::Result<()>,
+) -> anyhow::Result<PathBuf> {
     if root.join(PACKAGED_PROGRAM).exists() {
         bail!(
             "/{PACKAGED_PROGRAM} is on this host: keep the DaemonSet off this node by its label, or remove \
@@ -103,21 +112,24 @@ fn install(root: &Path, programs: &Path, program: &[u8], settings: &str) -> anyh
     files::put(&root.join(SETTINGS), settings.as_bytes(), 0o600)?;
     if has_systemd {
         files.put_units(&copy)?;
-        reload()?;
+        files.put_generator(&copy, SETTINGS)?;
+        systemctl(&["daemon-reload"])?;
+        systemctl(&["start", "--no-block", files::ORDER_TARGET])?;
     }
     Ok(copy)
 }
 
-/// Has systemd read the units again. Running ones keep their processes.
-fn reload() -> anyhow::Result<()> {
+/// Runs systemctl of the host.
+fn systemctl(arguments: &[&str]) -> anyhow::Result<()> {
     let output = Command::new("systemctl")
-        .arg("daemon-reload")
+        .args(arguments)
         .env("PATH", PATH)
         .stdin(Stdio::null())
         .output()
         .context("systemctl")?;
     let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "systemctl daemon-reload: {}: {}", output.status, said.trim());
+    let call = arguments.join(" ");
+    ensure!(output.status.success(), "systemctl {call}: {}: {}", output.status, said.trim());
     Ok(())
 }
 
@@ -125,12 +137,34 @@ fn reload() -> anyhow::Result<()> {
 mod tests {
     use super::*;
 
+    fn no_systemctl(arguments: &[&str]) -> anyhow::Result<()> {
+        bail!("systemctl was called: {arguments:?}")
+    }
+
+    #[test]
+    fn a_host_with_systemd_has_the_targets_of_the_order_before_the_first_instance() {
+        let root = tempfile::tempdir().unwrap();
+        let units = root.path().join("run/systemd/system");
+        fs::create_dir_all(&units).unwrap();
+        let program = fs::read("/bin/true").unwrap();
+        let mut calls = Vec::new();
+        let target = units.join("shorthorn-order.target");
+        let systemctl = |arguments: &[&str]| {
+            calls.push(arguments.join(" "));
+            ensure!(target.exists(), "not yet written");
+            Ok(())
+        };
+        let copy = install(root.path(), Path::new("/bin"), &program, "", systemctl).unwrap();
+        assert_eq!(calls, ["daemon-reload", "start --no-block shorthorn-order.target"]);
+        assert!(copy.with_file_name("shorthorn-generator").exists());
+    }
+
     #[test]
     fn a_host_without_systemd_gets_the_program_and_no_units() {
         let root = tempfile::tempdir().unwrap();
         let program = fs::read("/bin/true").unwrap();
         let programs = Path::new("/var/lib/shorthorn/bin");
-        let copy = install(root.path(), programs, &program, "queues = 2\n").unwrap();
+        let copy = install(root.path(), programs, &program, "queues = 2\n", no_systemctl).unwrap();
         assert_eq!(copy, root.path().join("var/lib/shorthorn/bin/shorthorn-agent"));
         assert_eq!(fs::read(&copy).unwrap(), program);
         assert_eq!(fs::read_to_string(root.path().join(SETTINGS)).unwrap(), "queues = 2\n");
@@ -142,7 +176,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         fs::create_dir_all(root.path().join("usr/bin")).unwrap();
         fs::write(root.path().join(PACKAGED_PROGRAM), "").unwrap();
-        let error = install(root.path(), Path::new("/p"), b"", "").unwrap_err().to_string();
+        let error = install(root.path(), Path::new("/p"), b"", "", no_systemctl).unwrap_err().to_string();
         assert!(error.contains("remove the package"), "{error}");
         assert!(!root.path().join("p").exists() && !root.path().join("run").exists());
     }
