@@ -26,7 +26,7 @@ use crate::pid_file::is_held;
 use crate::serve::config::{Config, CsiChoice};
 use crate::serve::listen::ListenAddress;
 use crate::serve::network::{self, Interfaces};
-use crate::serve::{KubeletRoots, disk_state, known_disks, longhorn, tls};
+use crate::serve::{KubeletRoots, children_end, disk_state, has_systemd, known_disks, longhorn, tls};
 
 /// The directories of the rule that hides devices of volumes, below the root. A file in an earlier one
 /// replaces those of its name in later ones (udev(7)).
@@ -104,6 +104,7 @@ pub fn collect_quietly(config: &Config, agent_runs: bool) -> anyhow::Result<Fact
         data: data(config, &interfaces),
         tls: None,
         no_encryption: None,
+        mortal_instances: children_end(config.instances, has_systemd()),
         longhorn: longhorn::warnings(
             Path::new(longhorn::PROC),
             &config.device_dir,

@@ -33,6 +33,8 @@ pub struct Facts {
     pub tls: Option<(bool, String)>,
     /// The reason why the kernel cannot encrypt connections of volumes; None if it can.
     pub no_encryption: Option<String>,
+    /// The problem of instances that end with the agent; None if they outlive it.
+    pub mortal_instances: Option<&'static str>,
     /// Warnings about a Longhorn that manages the same disks or devices.
     pub longhorn: Vec<String>,
 }

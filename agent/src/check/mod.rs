@@ -29,7 +29,8 @@ const LIMIT: Duration = Duration::from_secs(180);
 
 /// The checks whose findings the agent shows to the controller. The agent shows the others in other ways, or
 /// they need more than reading.
-const SHOWN: [&str; 7] = ["kernel", "partitions", "multipath", "udev", "kubelet", "ports", "time"];
+const SHOWN: [&str; 8] =
+    ["kernel", "partitions", "multipath", "udev", "kubelet", "ports", "time", "instances"];
 
 /// Checks this host, and writes the findings. Returns the exit code.
 ///

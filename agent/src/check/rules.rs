@@ -49,6 +49,7 @@ pub fn examine(facts: &Facts) -> Vec<HostFinding> {
         network(facts),
         tls(facts),
         encryption(facts),
+        instances(facts),
         longhorn(facts),
     ];
     checks.into_iter().flatten().collect()
@@ -420,6 +421,15 @@ fn encryption(facts: &Facts) -> Vec<HostFinding> {
         format!("the kernel cannot encrypt ({reason}): volumes with encryptInTransit do not start here");
     let remedy = "modprobe tls && echo tls > /etc/modules-load.d/shorthorn-tls.conf".to_owned();
     vec![warned("encryption", message, remedy)]
+}
+
+fn instances(facts: &Facts) -> Vec<HostFinding> {
+    let Some(problem) = facts.mortal_instances else {
+        return vec![passed("instances", "engines and replicas continue without the agent".to_owned())];
+    };
+    let remedy = "sed -i 's/^ *instances *=.*/instances = \"auto\"/' /etc/shorthorn/agent.toml && \
+                  systemctl restart shorthorn-agent  # detach the volumes of this node first";
+    vec![warned("instances", problem.to_owned(), remedy.to_owned())]
 }
 
 fn longhorn(facts: &Facts) -> Vec<HostFinding> {

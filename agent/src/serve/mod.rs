@@ -271,6 +271,21 @@ async fn stop_signal() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Returns true if systemd is PID 1; the same test as sd_booted(3).
+pub fn has_systemd() -> bool {
+    Path::new("/run/systemd/system").is_dir()
+}
+
+/// Returns the problem of instances that end with an agent that systemd or a container runs; None if they
+/// outlive the agent. systemd and a container runtime end the whole control group of the agent.
+pub fn children_end(instances: InstancesChoice, has_systemd: bool) -> Option<&'static str> {
+    let end = has_systemd && instances == InstancesChoice::Children;
+    end.then_some(
+        "instances is \"children\" on a host with systemd: each restart and upgrade of the agent kills all \
+         engines and replicas here",
+    )
+}
+
 /// Returns the manager of the instances, and a future that ends when the agent can no longer observe them.
 async fn backend(
     config: &Config,
@@ -280,8 +295,7 @@ async fn backend(
     let systemd = match config.instances {
         InstancesChoice::Systemd => true,
         InstancesChoice::Children => false,
-        // The same test as sd_booted(3).
-        InstancesChoice::Auto => Path::new("/run/systemd/system").is_dir(),
+        InstancesChoice::Auto => has_systemd(),
     };
     if systemd {
         let systemd = Systemd::connect(paths.clone(), Arc::clone(table)).await?;
@@ -290,6 +304,9 @@ async fn backend(
         return Ok((Box::new(systemd), Box::pin(async move { connection.closed().await })));
     }
     tracing::info!("instances are processes of the agent");
+    if let Some(problem) = children_end(config.instances, has_systemd()) {
+        tracing::warn!("{problem}: set instances = \"auto\" in agent.toml while no volume is attached");
+    }
     let children = Children::new(paths.clone(), Arc::clone(table))?;
     Ok((Box::new(children), Box::pin(std::future::pending())))
 }

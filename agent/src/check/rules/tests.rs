@@ -1,6 +1,7 @@
 use super::*;
 use crate::check::Level;
 use crate::check::facts::{BlockTools, LvmSettings};
+use crate::serve::config::InstancesChoice;
 use crate::serve::network::Choice;
 
 /// A host on which every check passes.
@@ -56,6 +57,7 @@ fn well() -> Facts {
         }),
         tls: None,
         no_encryption: None,
+        mortal_instances: None,
         longhorn: Vec::new(),
     }
 }
@@ -128,6 +130,7 @@ fn a_host_that_is_well_passes_every_check() {
         "network",
         "tls",
         "encryption",
+        "instances",
         "longhorn",
     ];
     assert_eq!(names, all);
@@ -342,4 +345,19 @@ fn clocks_networks_and_certificates() {
     assert_ill(both, "longhorn", Warned, "longhorn-manager", "stop one");
     assert_commands(&of_configuration("colour is unknown"));
     assert_commands(&of_host("no permission"));
+}
+
+#[test]
+fn instances_that_end_with_the_agent_are_a_warning() {
+    let problem = |choice, has_systemd| crate::serve::children_end(choice, has_systemd);
+    let children = |facts: &mut Facts| facts.mortal_instances = problem(InstancesChoice::Children, true);
+    assert_ill(children, "instances", Level::Warned, "instances is \"children\"", "instances = \"auto\"");
+    for (choice, has_systemd) in [
+        (InstancesChoice::Children, false),
+        (InstancesChoice::Auto, true),
+        (InstancesChoice::Auto, false),
+        (InstancesChoice::Systemd, true),
+    ] {
+        assert_eq!(problem(choice, has_systemd), None, "{choice:?} {has_systemd}");
+    }
 }
