@@ -119,3 +119,19 @@ fn a_new_host_gets_the_settings_of_the_package_once() -> Result<()> {
          mkdir -p /etc/shorthorn; echo '# by hand' >$settings
          dpkg_install $built; test \"$(cat $settings)\" = '# by hand'")
 }
+
+#[test]
+fn the_units_of_a_daemonset_do_not_replace_those_of_the_package() -> Result<()> {
+    run("test $package = shorthorn-agent || exit 0
+         units=/run/systemd/system
+         mkdir -p /run/shorthorn /run/udev/rules.d
+         mkdir -p $units/kubepods.slice.d $units/shorthorn-engine@v1.service.d
+         own=\"$units/shorthorn-engine@.service $units/kubepods.slice.d/shorthorn.conf \
+             /run/udev/rules.d/59-shorthorn.rules\"
+         others=\"$units/shorthorn-engine@v1.service.d/limit.conf $units/other.service\"
+         touch $own $others
+         dpkg_install $built; ls $own $others >/dev/null
+         touch /run/shorthorn/agent.toml
+         dpkg_install $built; ls $others >/dev/null
+         for file in $own $units/kubepods.slice.d; do test ! -e $file; done")
+}

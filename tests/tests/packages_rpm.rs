@@ -310,6 +310,18 @@ fn erased(host: &Host, settings: &str) -> Result<()> {
 }
 
 #[test]
+fn the_units_of_a_daemonset_do_not_replace_those_of_the_package() -> Result<()> {
+    let host = Host::start()?;
+    let unit = "run/systemd/system/shorthorn-engine@.service";
+    for (name, text) in [("run/shorthorn/agent.toml", ""), (unit, "[Service]\n")] {
+        host.write(name, text)?;
+    }
+    succeeded(host.rpm().arg("--install").arg(file(AGENT, OLD)?))?;
+    ensure!(!host.path(unit).exists(), "systemd still reads the unit of the DaemonSet");
+    Ok(())
+}
+
+#[test]
 fn a_removal_by_force_is_possible() -> Result<()> {
     let host = Host::start()?;
     succeeded(host.rpm().arg("--install").arg(file(AGENT, OLD)?))?;

@@ -221,6 +221,17 @@ mod tests {
     }
 
     #[test]
+    fn the_package_removes_each_file_that_would_replace_its_own() {
+        let script = include_str!("../../../packaging/packages/runtime-copies.sh");
+        let units = UNITS.iter().map(|(name, _)| format!("$units/{name}"));
+        let rules = RULES.iter().map(|(path, _)| format!("/{path}"));
+        let generator = format!("/{GENERATORS}/{}", GENERATOR.0);
+        for path in units.chain(rules).chain([generator]) {
+            assert!(script.split_whitespace().any(|word| word == path), "{path}");
+        }
+    }
+
+    #[test]
     fn the_order_has_the_targets_of_the_agents_unit() {
         let agent = include_str!("../../../systemd/system/shorthorn-agent.service");
         let targets = "shorthorn-replicas.target remote-fs-pre.target";
