@@ -38,7 +38,7 @@ impl Simulation {
         self.trace(|| format!("replica {at} is given up"));
         let mut rng = self.rng.fork();
         self.lose_replica(at, &mut rng);
-        self.guest.replicas[place] = self.new_replica(self.guest.replicas[place]);
+        self.guest.replicas[place] = self.new_replica();
         true
     }
 
@@ -95,14 +95,14 @@ impl Simulation {
         self.kill_replica(at, true, 0, rng);
     }
 
-    /// Makes a new replica without any state. It only knows that `other` is a replica of the volume.
-    fn new_replica(&mut self, other: ReplicaId) -> ReplicaId {
+    /// Makes a new replica without any state. It only knows the first members of the volume.
+    fn new_replica(&mut self) -> ReplicaId {
         let number = self.replicas.len() as u64;
         let id = ReplicaId::from_random(1000 + number);
-        self.trace(|| format!("{id} is made, after {other}"));
+        self.trace(|| format!("{id} is made"));
         let first = View {
             id: ViewId { generation: Generation::NEVER, number: 0 },
-            members: Members::new([other]).unwrap_or_default(),
+            members: self.guest.first_members,
         };
         let layout = Layout { is_flat: true, has_zeroes: false, ..self.layout(self.replicas.len()) };
         let (size, seed) = (self.controller.size_bytes, self.rng.u64(..));
@@ -151,25 +151,23 @@ impl Simulation {
     /// Takes the next step of the replacement of the replica that has the place `lost`, if any.
     fn replace_lost(&mut self, lost: Option<usize>, are_others_members: bool) {
         let count = self.guest.replicas.len();
-        let known = lost.map(|place| &self.guest.replicas[place]).or_else(|| self.guest.replicas.last());
-        let Some(newest) = known.copied() else { return };
         match (lost, self.replacement) {
             (None, _) if count >= self.wanted_replicas => {}
             (None, _) => {
                 self.count("replicas replaced after others were given up");
-                let new = self.new_replica(newest);
+                let new = self.new_replica();
                 self.guest.replicas.push(new);
             }
             (Some(place), Replacement::AtOnce) => {
                 self.count("replicas replaced after their loss");
-                self.guest.replicas[place] = self.new_replica(newest);
+                self.guest.replicas[place] = self.new_replica();
             }
             (Some(place), Replacement::OldFirst) => {
                 self.guest.replicas.remove(place);
             }
             (Some(_), Replacement::NewFirst) if count <= self.wanted_replicas => {
                 self.count("replicas replaced before others are given up");
-                let new = self.new_replica(newest);
+                let new = self.new_replica();
                 self.guest.replicas.push(new);
             }
             (Some(place), Replacement::NewFirst) if are_others_members => {

@@ -3,7 +3,7 @@
 use fastrand::Rng;
 use shorthorn_checker::{Id, Micros};
 use shorthorn_core::{Operation, SlotId};
-use shorthorn_types::{ByteRange, ReplicaId};
+use shorthorn_types::{ByteRange, Members, ReplicaId};
 
 use crate::engine::DEPTH;
 use crate::script::Script;
@@ -42,6 +42,8 @@ impl Watcher {
 pub struct Guest {
     /// The replicas of the volume as the controller wants them.
     pub replicas: Vec<ReplicaId>,
+    /// Those with which it was made.
+    pub first_members: Members,
     /// Size of the volume.
     pub size_bytes: u64,
     pub slots: Vec<Option<Outstanding>>,
@@ -62,6 +64,7 @@ impl Guest {
     pub fn new(replicas: Vec<ReplicaId>, size_bytes: u64, first_id: Id, script: &Script) -> Guest {
         let slots = vec![None; usize::from(DEPTH) * usize::from(script.queues.max(1))];
         Guest {
+            first_members: Members::new(replicas.iter().copied()).unwrap_or_default(),
             replicas,
             size_bytes,
             slots,

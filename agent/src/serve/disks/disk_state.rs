@@ -69,8 +69,8 @@ fn allocation_obstacle(unit: u64, filesystem: &str) -> Option<String> {
     let is_small = unit < BLOCK_BYTES && matches!(filesystem, "ext2" | "ext3" | "ext4" | "xfs");
     (unit > BLOCK_BYTES || is_small).then(|| {
         format!(
-            "the file system allocates {unit} bytes at a time, and replicas need {BLOCK_BYTES}: make one with \
-             blocks of {BLOCK_BYTES} (mkfs.ext4 -b {BLOCK_BYTES})"
+            "the file system allocates {unit} bytes at a time, and replicas need {BLOCK_BYTES}: make one \
+             with blocks of that size (mkfs.ext4 -b {BLOCK_BYTES})"
         )
     })
 }

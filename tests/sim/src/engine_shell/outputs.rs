@@ -18,10 +18,11 @@ impl Simulation {
     pub fn apply(&mut self, engine: u64, event: Event) {
         let (now_ms, sabotage) = (self.clock_ms(engine), self.options.sabotage);
         let mut outputs = std::mem::take(&mut self.outputs);
-        let Some(core) = self.engines.get_mut(&engine).and_then(|process| process.core.as_mut()) else {
-            return;
-        };
-        if sabotage != Some(Sabotage::PausesUnnoticed) {
+        let Some(process) = self.engines.get_mut(&engine) else { return };
+        // A command that the simulation gives a paused process does not end the pause.
+        let notices = !process.paused && sabotage != Some(Sabotage::PausesUnnoticed);
+        let Some(core) = process.core.as_mut() else { return };
+        if notices {
             core.runs_at(now_ms);
         }
         core.apply(event, &mut outputs);
