@@ -6,23 +6,38 @@ use std::collections::{BTreeMap, BTreeSet};
 use shorthorn_types::ReplicaId;
 
 use crate::objects::{Engine, MemberMode, Replica, Volume};
-use crate::{ClusterState, NodeName};
+use crate::{ClusterState, NodeName, Timestamp};
 
-/// The rebuilds of a volume that may lack a member.
+/// A replica that is being rebuilt, or has been made for that and was never a member.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rebuild {
+    /// The time since which the volume waits for a rebuild of this new replica. None: the rebuild runs, or no
+    /// run over the replica has stored a time yet.
+    pub waits_since: Option<Timestamp>,
+    node: NodeName,
+    replica: ReplicaId,
+}
+
+/// The rebuilds of a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct VolumeRebuilds {
-    members: u32,
-    /// The nodes of the replicas that are being rebuilt, or have been made for that and are not yet.
-    nodes: Vec<NodeName>,
+    /// The number of members, if the volume may lack one.
+    members: Option<u32>,
+    rebuilds: Vec<Rebuild>,
+}
+
+impl VolumeRebuilds {
+    fn is_without(&self) -> bool {
+        self.rebuilds.iter().all(|rebuild| rebuild.waits_since.is_some())
+    }
 }
 
 /// See the module.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct RebuildIndex {
     of_volume: BTreeMap<String, VolumeRebuilds>,
-    /// The number of rebuilds on each node.
-    by_node: BTreeMap<NodeName, u32>,
-    /// The volumes without a rebuild, by number of members.
+    by_node: BTreeMap<NodeName, BTreeMap<(String, ReplicaId), Rebuild>>,
+    /// The volumes that may lack a member and are without a rebuild, by number of members.
     without: BTreeMap<u32, BTreeSet<String>>,
 }
 
@@ -38,37 +53,44 @@ impl RebuildIndex {
             return;
         }
         if let Some(before) = self.of_volume.remove(volume) {
-            for node in &before.nodes {
-                if let Some(count) = self.by_node.get_mut(node) {
-                    *count -= 1;
-                    if *count == 0 {
-                        self.by_node.remove(node);
-                    }
-                }
-            }
-            if let Some(names) = self.without.get_mut(&before.members) {
-                names.remove(volume);
-                if names.is_empty() {
-                    self.without.remove(&before.members);
-                }
-            }
+            self.take_out(volume, &before);
         }
         let Some(rebuilds) = rebuilds else { return };
-        for node in &rebuilds.nodes {
-            *self.by_node.entry(node.clone()).or_default() += 1;
+        for rebuild in &rebuilds.rebuilds {
+            let there = self.by_node.entry(rebuild.node.clone()).or_default();
+            there.insert((volume.to_owned(), rebuild.replica), rebuild.clone());
         }
-        if rebuilds.nodes.is_empty() {
-            self.without.entry(rebuilds.members).or_default().insert(volume.to_owned());
+        if let Some(members) = rebuilds.members.filter(|_| rebuilds.is_without()) {
+            self.without.entry(members).or_default().insert(volume.to_owned());
         }
         self.of_volume.insert(volume.to_owned(), rebuilds);
+    }
+
+    fn take_out(&mut self, volume: &str, before: &VolumeRebuilds) {
+        for rebuild in &before.rebuilds {
+            if let Some(there) = self.by_node.get_mut(&rebuild.node) {
+                there.remove(&(volume.to_owned(), rebuild.replica));
+                if there.is_empty() {
+                    self.by_node.remove(&rebuild.node);
+                }
+            }
+        }
+        if let Some(members) = before.members
+            && let Some(names) = self.without.get_mut(&members)
+        {
+            names.remove(volume);
+            if names.is_empty() {
+                self.without.remove(&members);
+            }
+        }
     }
 }
 
 impl ClusterState {
-    /// Returns the number of replicas that are being rebuilt on each node, or have been made for that.
-    #[must_use]
-    pub const fn rebuilds_by_node(&self) -> &BTreeMap<NodeName, u32> {
-        &self.rebuilds.by_node
+    /// Returns the replicas on the node that are being rebuilt, or have been made for that. The new ones of
+    /// which the volume expects nothing any more are among them.
+    pub fn rebuilds_on<'a>(&'a self, node: &str) -> impl Iterator<Item = &'a Rebuild> + use<'a> {
+        self.rebuilds.by_node.get(node).into_iter().flat_map(BTreeMap::values)
     }
 
     /// Returns the served volumes with fewer than `most` members that may lack one and rebuild none.
@@ -81,7 +103,7 @@ impl ClusterState {
     /// Returns true if the engine of the volume rebuilds a replica, or one has been made for that.
     #[must_use]
     pub fn has_rebuild(&self, volume: &str) -> bool {
-        self.rebuilds.of_volume.get(volume).is_some_and(|rebuilds| !rebuilds.nodes.is_empty())
+        self.rebuilds.of_volume.get(volume).is_some_and(|rebuilds| !rebuilds.is_without())
     }
 
     /// Follows a change of an object of the volume.
@@ -91,13 +113,13 @@ impl ClusterState {
     }
 
     fn rebuilds_of(&self, volume: &str) -> Option<VolumeRebuilds> {
-        if !self.may_lack_member(volume) {
-            return None;
-        }
         let engine = self.engines.get(volume).filter(|engine| engine.status.is_serving())?;
         let owner = self.volumes.get(volume)?;
-        let nodes = coming(self, owner, engine).into_iter().map(|replica| replica.spec.node_id.clone());
-        Some(VolumeRebuilds { members: members(engine), nodes: nodes.collect() })
+        let rebuilds = coming(self, owner, engine);
+        let may_lack = self.may_lack_member(volume);
+        // A complete volume may move a replica.
+        (may_lack || !rebuilds.is_empty())
+            .then(|| VolumeRebuilds { members: may_lack.then(|| members(engine)), rebuilds })
     }
 }
 
@@ -107,25 +129,23 @@ fn members(engine: &Engine) -> u32 {
 }
 
 /// Returns the replicas that are being rebuilt, or have been made for that and are not yet.
-fn coming<'a>(cluster: &'a ClusterState, volume: &'a Volume, engine: &'a Engine) -> Vec<&'a Replica> {
-    let mode = |id: ReplicaId| engine.status.replica_mode_map.get(&id).map(|member| member.mode);
-    let is_member = |id: &ReplicaId| mode(*id) == Some(MemberMode::Member);
-    let wanted = volume.spec.number_of_replicas as usize;
-    // Most volumes have all their members: nothing is looked up for those.
-    let modes = &engine.status.replica_mode_map;
-    if modes.len() >= wanted && modes.keys().all(is_member) {
-        return Vec::new();
-    }
-    let is_coming = |replica: &&Replica| {
+fn coming(cluster: &ClusterState, volume: &Volume, engine: &Engine) -> Vec<Rebuild> {
+    let rebuild = |replica: &Replica| {
         let id = replica.spec.replica_id;
         let is_new = replica.status.healthy_at.is_none() && !volume.status.first_members.contains(&id);
-        match mode(id) {
-            Some(MemberMode::Member) => false,
-            Some(MemberMode::Rebuilding) => true,
+        let waits_since = match engine.status.replica_mode_map.get(&id).map(|member| member.mode) {
+            Some(MemberMode::Member) => return None,
+            Some(MemberMode::Rebuilding) => None,
+            // Its first run stores that time before the engine knows the replica. A failed one is rebuilt
+            // again after a pause.
             Some(MemberMode::Failed | MemberMode::Connecting) | None => {
-                is_new && !replica.metadata.is_deleting() && replica.status.lost_since.is_none()
+                if !is_new || replica.metadata.is_deleting() {
+                    return None;
+                }
+                replica.status.lost_since
             }
-        }
+        };
+        Some(Rebuild { waits_since, node: replica.spec.node_id.clone(), replica: id })
     };
-    cluster.replicas_of(&volume.spec.volume_name).filter(is_coming).collect()
+    cluster.replicas_of(&volume.spec.volume_name).filter_map(rebuild).collect()
 }

@@ -4,19 +4,16 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::{Context, NEW_REPLICA_WAIT, needs_scheduling, remaining};
-use crate::NodeName;
 use crate::objects::{ConditionType, Engine, MemberMode, Replica, Volume, VolumeState};
+use crate::{NodeName, Rebuild};
 
 /// The rebuilds in the cluster, as a volume with that many members counts them.
 #[derive(Clone, Debug)]
 pub(super) struct RebuildCounts<'a> {
-    /// The rebuilds of stored replicas.
-    by_node: &'a BTreeMap<NodeName, u32>,
+    context: Context<'a>,
     /// The rebuilds of replicas that are about to be stored.
     coming: BTreeMap<NodeName, u32>,
-    /// The maximum number of rebuilds on a node.
-    most: u32,
-    /// The number of other volumes that wait for a place and have fewer members, at most `most`.
+    /// The number of other volumes that wait for a place and have fewer members, at most the limit of a node.
     needier: u32,
 }
 
@@ -42,15 +39,24 @@ impl<'a> RebuildCounts<'a> {
             *coming.entry(replica.spec.node_id.clone()).or_default() += 1;
         }
         let needier = u32::try_from(needier).unwrap_or(u32::MAX);
-        RebuildCounts { by_node: cluster.rebuilds_by_node(), coming, most, needier }
+        RebuildCounts { context: *context, coming, needier }
     }
 
     /// Returns the number of replicas that may still be placed on that node for this volume. Volumes that
     /// need a place more come first.
     pub(super) fn left(&self, node: &NodeName) -> u32 {
-        let count = |counts: &BTreeMap<NodeName, u32>| counts.get(node).copied().unwrap_or(0);
-        let there = count(self.by_node).saturating_add(count(&self.coming));
-        self.most.saturating_sub(there).saturating_sub(self.needier)
+        let stored = self.context.cluster.rebuilds_on(node.as_str());
+        let stored = stored.filter(|rebuild| self.is_expected(rebuild)).count();
+        let coming = self.coming.get(node).copied().unwrap_or(0);
+        let there = u32::try_from(stored).unwrap_or(u32::MAX).saturating_add(coming);
+        self.context.settings.rebuilds_per_node.saturating_sub(there).saturating_sub(self.needier)
+    }
+
+    /// Returns false if the volume waits for the new replica no more, as [`is_lost`] decides. So one that
+    /// never connects keeps others away for a limited time only.
+    fn is_expected(&self, rebuild: &Rebuild) -> bool {
+        let limit = new_lost_after(&self.context);
+        rebuild.waits_since.is_none_or(|since| !remaining(since, limit, self.context.now).is_zero())
     }
 }
 
@@ -80,9 +86,15 @@ pub(super) fn is_lost(context: &Context<'_>, volume: &Volume, engine: &Engine, r
 
 /// Returns the time after which a replica that is away is lost.
 pub(super) fn lost_after(context: &Context<'_>, volume: &Volume, replica: &Replica) -> Duration {
-    let limit = context.settings.replica_replace_after;
-    // A new one has to be made and found first.
-    if was_never_member(volume, replica) { limit.max(NEW_REPLICA_WAIT) } else { limit }
+    if was_never_member(volume, replica) {
+        return new_lost_after(context);
+    }
+    context.settings.replica_replace_after
+}
+
+/// Returns the time after which a new replica is lost: it has to be made and found first.
+fn new_lost_after(context: &Context<'_>) -> Duration {
+    context.settings.replica_replace_after.max(NEW_REPLICA_WAIT)
 }
 
 /// Returns true if the replica has had no part in the volume yet.

@@ -81,6 +81,63 @@ fn a_node_brings_up_few_replicas_at_a_time_and_the_neediest_first() {
     assert_eq!(decide((cluster, agents)), (false, Some(REBUILD_CHECK)));
 }
 
+/// The first run over such a replica stores that it is away: the engine does not know it yet.
+#[test]
+fn a_replica_just_made_counts_as_a_rebuild_until_it_is_lost() {
+    let is_placed = |mode: Option<MemberMode>, away: Duration, deleted: bool| {
+        let (mut cluster, agents) = busy_cluster(2, 0, 2);
+        let id = ReplicaId::from_random(90);
+        for volume in ["other0", "other1"] {
+            let mut engine = cluster.engines[volume].clone();
+            engine.status.replica_mode_map.remove(&id);
+            engine.status.replica_mode_map.extend(mode.map(|mode| (id, MemberRecord::of(mode))));
+            cluster.insert(engine.into());
+            let name = ReplicaSpec::instance_name(&VolumeName::new(volume).unwrap(), id);
+            let mut new = cluster.replicas[&name].clone();
+            let since = Some(now() - away);
+            (new.status.lost_since, new.status.failed_at) = (since, since);
+            new.metadata.deletion_timestamp = deleted.then(now);
+            cluster.insert(new.into());
+        }
+        let settings = Settings { rebuilds_per_node: 2, ..Settings::default() };
+        makes_replica(&cluster, &agents, Settings { replica_replace_after: Duration::ZERO, ..settings })
+    };
+    for mode in [None, Some(MemberMode::Connecting), Some(MemberMode::Failed)] {
+        assert!(!is_placed(mode, Duration::ZERO, false), "{mode:?}");
+        assert!(is_placed(mode, NEW_REPLICA_WAIT, false), "{mode:?}: its volume does not wait for it");
+        assert!(is_placed(mode, Duration::ZERO, true), "{mode:?}: it is not made any more");
+    }
+    assert!(!is_placed(Some(MemberMode::Rebuilding), NEW_REPLICA_WAIT, false));
+}
+
+/// The engine of a complete volume does not show the new replica before it has its address.
+#[test]
+fn a_replica_that_takes_the_place_of_a_member_counts_at_once() {
+    let (mut cluster, agents) = busy_cluster(2, 0, 3);
+    for volume in ["other0", "other1"] {
+        let mut engine = cluster.engines[volume].clone();
+        engine.status.replica_mode_map.remove(&ReplicaId::from_random(90));
+        cluster.insert(engine.into());
+        let mut other = cluster.volumes[volume].clone();
+        other.status.robustness = Robustness::Healthy;
+        cluster.insert(other.into());
+    }
+    let settings =
+        Settings { replica_replace_after: Duration::ZERO, rebuilds_per_node: 2, ..Settings::default() };
+    assert!(!makes_replica(&cluster, &agents, settings));
+}
+
+fn makes_replica(cluster: &ClusterState, agents: &Agents, settings: Settings) -> bool {
+    let context = Context { cluster, agents, now: now(), random: [7; MAX_MEMBERS], settings };
+    let actions = reconcile(&context, &Key::new(Kind::Volume, "v")).actions;
+    actions.iter().any(|action| match action {
+        Action::Write(object) => {
+            matches!(&**object, Object::Replica(new) if new.status.data == DataState::None)
+        }
+        _ => false,
+    })
+}
+
 /// The object of the lost replacement stays, because its node does not answer either.
 #[test]
 fn a_replacement_that_is_lost_is_replaced_in_turn() {
