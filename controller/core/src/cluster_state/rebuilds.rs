@@ -3,9 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use shorthorn_types::ReplicaId;
-
 use crate::objects::{Engine, MemberMode, Replica, Volume};
+use crate::observed::InstanceKey;
 use crate::{ClusterState, NodeName, Timestamp};
 
 /// A replica that is being rebuilt, or has been made for that and was never a member.
@@ -14,8 +13,13 @@ pub struct Rebuild {
     /// The time since which the volume waits for a rebuild of this new replica. None: the rebuild runs, or no
     /// run over the replica has stored a time yet.
     pub waits_since: Option<Timestamp>,
+    /// The process of the replica.
+    pub instance: InstanceKey,
+    /// The disk of the replica.
+    pub disk_path: String,
+    /// The bytes that a complete replica of the volume takes, as stored with the volume.
+    pub volume_bytes: u64,
     node: NodeName,
-    replica: ReplicaId,
 }
 
 /// The rebuilds of a volume.
@@ -36,7 +40,7 @@ impl VolumeRebuilds {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct RebuildIndex {
     of_volume: BTreeMap<String, VolumeRebuilds>,
-    by_node: BTreeMap<NodeName, BTreeMap<(String, ReplicaId), Rebuild>>,
+    by_node: BTreeMap<NodeName, BTreeMap<InstanceKey, Rebuild>>,
     /// The volumes that may lack a member and are without a rebuild, by number of members.
     without: BTreeMap<u32, BTreeSet<String>>,
 }
@@ -58,7 +62,7 @@ impl RebuildIndex {
         let Some(rebuilds) = rebuilds else { return };
         for rebuild in &rebuilds.rebuilds {
             let there = self.by_node.entry(rebuild.node.clone()).or_default();
-            there.insert((volume.to_owned(), rebuild.replica), rebuild.clone());
+            there.insert(rebuild.instance.clone(), rebuild.clone());
         }
         if let Some(members) = rebuilds.members.filter(|_| rebuilds.is_without()) {
             self.without.entry(members).or_default().insert(volume.to_owned());
@@ -69,7 +73,7 @@ impl RebuildIndex {
     fn take_out(&mut self, volume: &str, before: &VolumeRebuilds) {
         for rebuild in &before.rebuilds {
             if let Some(there) = self.by_node.get_mut(&rebuild.node) {
-                there.remove(&(volume.to_owned(), rebuild.replica));
+                there.remove(&rebuild.instance);
                 if there.is_empty() {
                     self.by_node.remove(&rebuild.node);
                 }
@@ -145,7 +149,13 @@ fn coming(cluster: &ClusterState, volume: &Volume, engine: &Engine) -> Vec<Rebui
                 replica.status.lost_since
             }
         };
-        Some(Rebuild { waits_since, node: replica.spec.node_id.clone(), replica: id })
+        Some(Rebuild {
+            waits_since,
+            instance: InstanceKey::replica(&replica.spec.volume_name, id),
+            disk_path: replica.spec.disk_path.clone(),
+            volume_bytes: volume.status.actual_size.unwrap_or(0),
+            node: replica.spec.node_id.clone(),
+        })
     };
     cluster.replicas_of(&volume.spec.volume_name).filter_map(rebuild).collect()
 }

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, btree_map};
 use std::iter::Peekable;
 
+use super::coming_bytes;
 use super::request::{DiskCandidate, NodeCandidate, SchedulingLimits};
 use crate::cluster_state::ScheduledBytes;
 use crate::objects::{ConditionType, DiskSpec, DiskStatus, Node, Replica, Volume};
@@ -39,18 +40,22 @@ pub(super) fn some_candidates(
         let name = node.metadata.name.as_str();
         candidate(node, agents.by_node().get_key_value(name), cluster.replicas.scheduled_on(name), own)
     };
-    nodes.filter_map(candidate).collect()
+    let mut candidates: Vec<NodeCandidate> = nodes.filter_map(candidate).collect();
+    coming_bytes::count(cluster, agents, &mut candidates);
+    candidates
 }
 
 fn with_replicas(cluster: &ClusterState, agents: &Agents, own: &[&Replica]) -> Vec<NodeCandidate> {
-    let mut agents = Sorted::new(agents.by_node());
+    let mut by_node = Sorted::new(agents.by_node());
     let mut scheduled = Sorted::new(cluster.replicas.scheduled());
     let candidate = |node: &Node| {
-        let agent = agents.get(&node.metadata.name);
+        let agent = by_node.get(&node.metadata.name);
         let scheduled = scheduled.get(&node.metadata.name).map(|(_, disks)| disks);
         candidate(node, agent, scheduled, own)
     };
-    cluster.nodes.values().filter_map(candidate).collect()
+    let mut candidates: Vec<NodeCandidate> = cluster.nodes.values().filter_map(candidate).collect();
+    coming_bytes::count(cluster, agents, &mut candidates);
+    candidates
 }
 
 fn candidate(
@@ -147,9 +152,7 @@ fn disk_candidate(node: &Node, agent: Option<&ObservedAgent>, path: &str, spec: 
         total_bytes: status.map_or(0, |status| status.storage_maximum),
         available_bytes: seen.map_or(0, |seen| seen.available_bytes),
         reserved_bytes: spec.storage_reserved,
-        scheduled_bytes: 0,
-        same_volume: 0,
-        excused: 0,
+        ..DiskCandidate::default()
     }
 }
 

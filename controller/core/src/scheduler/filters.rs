@@ -163,13 +163,17 @@ pub(super) fn lacks_room(request: &PlacementRequest, disk: &DiskCandidate) -> Op
 }
 
 fn stays_free(request: &PlacementRequest, disk: &DiskCandidate) -> bool {
-    let left = disk.available_bytes.checked_sub(request.used_bytes);
+    let left = disk.available_bytes.checked_sub(disk.coming_bytes.saturating_add(request.used_bytes));
     left.is_some_and(|left| left >= disk.minimal_available_bytes(request.limits))
 }
 
 fn too_full(request: &PlacementRequest, disk: &DiskCandidate) -> String {
+    let coming = match disk.coming_bytes {
+        0 => String::new(),
+        bytes => format!(", of which rebuilds in progress will take {}", HumanGib(bytes)),
+    };
     format!(
-        "has {} free, and {} ({} %) have to stay free",
+        "has {} free{coming}, and {} ({} %) have to stay free",
         HumanGib(disk.available_bytes),
         HumanGib(disk.minimal_available_bytes(request.limits)),
         request.limits.storage_minimal_available_percentage,

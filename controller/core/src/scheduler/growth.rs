@@ -66,12 +66,9 @@ fn disk(cluster: &ClusterState, volume: &Volume, node: &NodeName, path: &str) ->
         path: path.to_owned(),
         uuid: status.disk_uuid.clone(),
         tags: spec.tags.clone(),
-        refusal: None,
         total_bytes: status.storage_maximum,
-        available_bytes: 0,
         reserved_bytes: spec.storage_reserved,
         scheduled_bytes: coming.fold(scheduled, u64::saturating_add),
-        same_volume: 0,
-        excused: 0,
+        ..DiskCandidate::default()
     })
 }

@@ -7,6 +7,7 @@
 
 mod better_location;
 mod candidates;
+mod coming_bytes;
 mod filters;
 mod free_capacity;
 mod growth;

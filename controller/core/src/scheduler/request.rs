@@ -93,7 +93,7 @@ pub struct NodeCandidate {
 }
 
 /// A disk that could take replicas.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct DiskCandidate {
     /// The directory that is the disk.
     pub path: String,
@@ -107,6 +107,8 @@ pub struct DiskCandidate {
     pub total_bytes: u64,
     /// The free bytes of the file system.
     pub available_bytes: u64,
+    /// The part of these that rebuilds in progress will take.
+    pub coming_bytes: u64,
     /// The bytes that replicas leave to other users.
     pub reserved_bytes: u64,
     /// The sum of the volume sizes of its replicas.

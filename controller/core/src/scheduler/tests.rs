@@ -9,14 +9,11 @@ fn disk(path: &str, total_gib: u64, scheduled_gib: u64) -> DiskCandidate {
     DiskCandidate {
         path: path.to_owned(),
         uuid: format!("uuid-{path}"),
-        tags: Labels::new(),
-        refusal: None,
         total_bytes: total_gib * GIB,
         available_bytes: total_gib * GIB,
         reserved_bytes: total_gib * GIB / 100 * RESERVED_PERCENT,
         scheduled_bytes: scheduled_gib * GIB,
-        same_volume: 0,
-        excused: 0,
+        ..DiskCandidate::default()
     }
 }
 

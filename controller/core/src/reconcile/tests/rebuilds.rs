@@ -1,6 +1,7 @@
 //! The replacement of lost replicas, and the limit of rebuilds on a node.
 
 use super::*;
+use crate::observed::ObservedReplica;
 
 /// Returns [`degraded_cluster`], with `rebuilding` replicas of other volumes on c, each of which has
 /// `members` members.
@@ -125,6 +126,37 @@ fn a_replica_that_takes_the_place_of_a_member_counts_at_once() {
     let settings =
         Settings { replica_replace_after: Duration::ZERO, rebuilds_per_node: 2, ..Settings::default() };
     assert!(!makes_replica(&cluster, &agents, settings));
+}
+
+/// The last look at the file system does not show the data that is being copied there.
+#[test]
+fn the_bytes_of_rebuilds_in_progress_are_not_free() {
+    let is_placed = |coming: u64, copied: u64, is_reserved: bool| {
+        let (mut cluster, mut agents) = busy_cluster(u64::from(!is_reserved), 1, 2);
+        let mut other = cluster.volumes["other0"].clone();
+        other.status.actual_size = Some(coming);
+        cluster.insert(other.into());
+        let (id, name) = (ReplicaId::from_random(90), VolumeName::new("other0").unwrap());
+        if is_reserved {
+            let mut new = replica(id, "c", None);
+            new.metadata.name = ReplicaSpec::instance_name(&name, id);
+            new.spec.volume_name = name.clone();
+            assert!(cluster.reserve(vec![new]));
+        }
+        let shown = ObservedReplica { allocated_bytes: copied, ..ObservedReplica::default() };
+        let (state, detail) = (InstanceState::Running, Detail::Replica(shown));
+        let mut c = agents.get(&NodeName::new("c").unwrap()).unwrap().clone();
+        c.instances.insert(InstanceKey::replica(&name, id), Instance { state, message: None, detail });
+        agents.insert(NodeName::new("c").unwrap(), c);
+        let settings = Settings { replica_replace_after: Duration::ZERO, ..Settings::default() };
+        makes_replica(&cluster, &agents, settings)
+    };
+    let rest = DISK_BYTES / 100 * 90;
+    for is_reserved in [false, true] {
+        assert!(is_placed(rest, 0, is_reserved));
+        assert!(!is_placed(rest + (1 << 20), 0, is_reserved), "a tenth has to stay free");
+    }
+    assert!(is_placed(rest + (1 << 20), 1 << 20, false), "the rest of the copy counts");
 }
 
 fn makes_replica(cluster: &ClusterState, agents: &Agents, settings: Settings) -> bool {
