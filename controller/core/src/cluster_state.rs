@@ -11,7 +11,7 @@ use shorthorn_types::VolumeName;
 use crate::left_out_objects::LeftOuts;
 use crate::objects::{Engine, Key, Kind, Metadata, Node, Object, Replica, ResourceVersion, Volume};
 pub use index::UsefulRoom;
-pub use rebuilds::Rebuild;
+pub use rebuilds::{Rebuild, Selectors};
 pub use replicas::{Replicas, ScheduledBytes};
 
 /// All stored objects by name.

@@ -76,7 +76,7 @@ pub mod undelete;
 pub mod why;
 
 pub use action::{Action, AgentCall, Decision, Event, StartEngine, StartReplica};
-pub use cluster_state::{ClusterState, Rebuild, Replicas, ScheduledBytes, UsefulRoom};
+pub use cluster_state::{ClusterState, Rebuild, Replicas, ScheduledBytes, Selectors, UsefulRoom};
 pub use shorthorn_objects::{
     self as objects, Label, LabelError, Labels, NodeName, NodeNameError, ReplicaTarget, Timestamp, labels,
     schema,

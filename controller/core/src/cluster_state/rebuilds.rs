@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::objects::{Engine, MemberMode, Replica, Volume};
 use crate::observed::InstanceKey;
-use crate::{ClusterState, NodeName, Timestamp};
+use crate::{ClusterState, Labels, NodeName, Timestamp};
 
 /// A replica that is being rebuilt, or has been made for that and was never a member.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,11 +22,23 @@ pub struct Rebuild {
     node: NodeName,
 }
 
+/// The tags that a volume asks for.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Selectors {
+    /// Of a node.
+    pub node: Labels,
+    /// Of a disk.
+    pub disk: Labels,
+}
+
+/// The number of members of a volume that may lack one, and its tags.
+type Lack = (u32, Selectors);
+
 /// The rebuilds of a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct VolumeRebuilds {
-    /// The number of members, if the volume may lack one.
-    members: Option<u32>,
+    /// None: the volume lacks no member.
+    lack: Option<Lack>,
     rebuilds: Vec<Rebuild>,
 }
 
@@ -41,8 +53,8 @@ impl VolumeRebuilds {
 pub(super) struct RebuildIndex {
     of_volume: BTreeMap<String, VolumeRebuilds>,
     by_node: BTreeMap<NodeName, BTreeMap<InstanceKey, Rebuild>>,
-    /// The volumes that may lack a member and are without a rebuild, by number of members.
-    without: BTreeMap<u32, BTreeSet<String>>,
+    /// The volumes that may lack a member and are without a rebuild.
+    without: BTreeMap<Lack, BTreeSet<String>>,
 }
 
 impl RebuildIndex {
@@ -64,8 +76,8 @@ impl RebuildIndex {
             let there = self.by_node.entry(rebuild.node.clone()).or_default();
             there.insert(rebuild.instance.clone(), rebuild.clone());
         }
-        if let Some(members) = rebuilds.members.filter(|_| rebuilds.is_without()) {
-            self.without.entry(members).or_default().insert(volume.to_owned());
+        if let Some(lack) = rebuilds.lack.as_ref().filter(|_| rebuilds.is_without()) {
+            self.without.entry(lack.clone()).or_default().insert(volume.to_owned());
         }
         self.of_volume.insert(volume.to_owned(), rebuilds);
     }
@@ -79,12 +91,12 @@ impl RebuildIndex {
                 }
             }
         }
-        if let Some(members) = before.members
-            && let Some(names) = self.without.get_mut(&members)
+        if let Some(lack) = &before.lack
+            && let Some(names) = self.without.get_mut(lack)
         {
             names.remove(volume);
             if names.is_empty() {
-                self.without.remove(&members);
+                self.without.remove(lack);
             }
         }
     }
@@ -97,11 +109,18 @@ impl ClusterState {
         self.rebuilds.by_node.get(node).into_iter().flat_map(BTreeMap::values)
     }
 
-    /// Returns the served volumes with fewer than `most` members that may lack one and rebuild none.
-    pub fn volumes_without_rebuild(&self, most: u32) -> impl Iterator<Item = (u32, &Volume, &Engine)> {
-        let names = self.rebuilds.without.range(..most);
-        let names = names.flat_map(|(members, names)| names.iter().map(move |name| (*members, name)));
-        names.filter_map(|(members, name)| Some((members, self.volumes.get(name)?, self.engines.get(name)?)))
+    /// Returns the served volumes with fewer than `most` members that may lack one and rebuild none. They are
+    /// grouped by their number of members and the tags that they ask for.
+    pub fn volumes_without_rebuild(
+        &self,
+        most: u32,
+    ) -> impl Iterator<Item = (u32, &Selectors, impl Iterator<Item = (&Volume, &Engine)>)> {
+        let groups = self.rebuilds.without.range(..(most, Selectors::default()));
+        groups.map(|((members, selectors), names)| {
+            let volumes =
+                names.iter().filter_map(|name| Some((self.volumes.get(name)?, self.engines.get(name)?)));
+            (*members, selectors, volumes)
+        })
     }
 
     /// Returns true if the engine of the volume rebuilds a replica, or one has been made for that.
@@ -120,10 +139,13 @@ impl ClusterState {
         let engine = self.engines.get(volume).filter(|engine| engine.status.is_serving())?;
         let owner = self.volumes.get(volume)?;
         let rebuilds = coming(self, owner, engine);
-        let may_lack = self.may_lack_member(volume);
+        let lack = self.may_lack_member(volume).then(|| {
+            let spec = &owner.spec;
+            let (node, disk) = (spec.node_selector.clone(), spec.disk_selector.clone());
+            (members(engine), Selectors { node, disk })
+        });
         // A complete volume may move a replica.
-        (may_lack || !rebuilds.is_empty())
-            .then(|| VolumeRebuilds { members: may_lack.then(|| members(engine)), rebuilds })
+        (lack.is_some() || !rebuilds.is_empty()).then_some(VolumeRebuilds { lack, rebuilds })
     }
 }
 

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use super::{Context, NEW_REPLICA_WAIT, needs_scheduling, remaining};
 use crate::objects::{ConditionType, Engine, MemberMode, Replica, Volume, VolumeState};
-use crate::{NodeName, Rebuild};
+use crate::scheduler::NodeCandidate;
+use crate::{NodeName, Rebuild, Selectors};
 
 /// The rebuilds in the cluster, as a volume with that many members counts them.
 #[derive(Clone, Debug)]
@@ -13,8 +14,9 @@ pub(super) struct RebuildCounts<'a> {
     context: Context<'a>,
     /// The rebuilds of replicas that are about to be stored.
     coming: BTreeMap<NodeName, u32>,
-    /// The number of other volumes that wait for a place and have fewer members, at most the limit of a node.
-    needier: u32,
+    /// The numbers of other volumes that wait for a place and have fewer members, by the tags that they ask
+    /// for. Each is at most the limit of a node.
+    needier: BTreeMap<&'a Selectors, u32>,
 }
 
 impl<'a> RebuildCounts<'a> {
@@ -23,12 +25,17 @@ impl<'a> RebuildCounts<'a> {
         let (cluster, most) = (context.cluster, context.settings.rebuilds_per_node);
         let own = engine.status.replica_mode_map.values();
         let own = own.filter(|member| member.mode == MemberMode::Member).count();
+        let mut needier: BTreeMap<&Selectors, u32> = BTreeMap::new();
         let waiting = cluster.volumes_without_rebuild(u32::try_from(own).unwrap_or(u32::MAX));
-        let is_needier = |(members, owner, engine): &(u32, &Volume, &Engine)| {
-            *members < owner.spec.number_of_replicas && waits_for_scheduling(context, owner, engine)
-        };
-        // More than a node may have change nothing.
-        let needier = waiting.filter(is_needier).take(most as usize).count();
+        for (members, selectors, volumes) in waiting {
+            let is_needier = |(owner, engine): &(&Volume, &Engine)| {
+                members < owner.spec.number_of_replicas && waits_for_scheduling(context, owner, engine)
+            };
+            let count = needier.entry(selectors).or_default();
+            // More than a node may have change nothing.
+            let found = volumes.filter(is_needier).take(most.saturating_sub(*count) as usize).count();
+            *count = count.saturating_add(u32::try_from(found).unwrap_or(u32::MAX));
+        }
         // Replicas of new volumes are made, not rebuilt.
         let is_rebuild = |replica: &&Replica| {
             let owner = cluster.volumes.get(replica.spec.volume_name.as_str());
@@ -38,18 +45,19 @@ impl<'a> RebuildCounts<'a> {
         for replica in cluster.replicas.coming().filter(is_rebuild) {
             *coming.entry(replica.spec.node_id.clone()).or_default() += 1;
         }
-        let needier = u32::try_from(needier).unwrap_or(u32::MAX);
         RebuildCounts { context: *context, coming, needier }
     }
 
     /// Returns the number of replicas that may still be placed on that node for this volume. Volumes that
-    /// need a place more come first.
-    pub(super) fn left(&self, node: &NodeName) -> u32 {
-        let stored = self.context.cluster.rebuilds_on(node.as_str());
+    /// need a place more come first, unless the tags that they ask for are not on this node.
+    pub(super) fn left(&self, node: &NodeCandidate) -> u32 {
+        let stored = self.context.cluster.rebuilds_on(node.name.as_str());
         let stored = stored.filter(|rebuild| self.is_expected(rebuild)).count();
-        let coming = self.coming.get(node).copied().unwrap_or(0);
+        let coming = self.coming.get(&node.name).copied().unwrap_or(0);
         let there = u32::try_from(stored).unwrap_or(u32::MAX).saturating_add(coming);
-        self.context.settings.rebuilds_per_node.saturating_sub(there).saturating_sub(self.needier)
+        let needier = self.needier.iter().filter(|(selectors, _)| node.has_tags(selectors));
+        let needier = needier.fold(0_u32, |sum, (_, count)| sum.saturating_add(*count));
+        self.context.settings.rebuilds_per_node.saturating_sub(there).saturating_sub(needier)
     }
 
     /// Returns false if the volume waits for the new replica no more, as [`is_lost`] decides. So one that

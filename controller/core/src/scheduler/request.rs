@@ -1,7 +1,7 @@
 //! The input of a placement: the requirements of the replicas, the nodes with their disks, and the zones.
 
 use crate::objects::{DataLocality, Volume};
-use crate::{Label, Labels, NodeName};
+use crate::{Label, Labels, NodeName, Selectors};
 
 /// The limits of the use of disks, and the rule for cordoned machines, for all volumes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,6 +126,12 @@ impl NodeCandidate {
 
     pub(super) fn excused(&self) -> u32 {
         self.disks.iter().map(|disk| disk.excused).sum()
+    }
+
+    /// Returns true if the node and one of its disks have the tags.
+    pub(crate) fn has_tags(&self, selectors: &Selectors) -> bool {
+        selectors.node.is_subset(&self.tags)
+            && self.disks.iter().any(|disk| selectors.disk.is_subset(&disk.tags))
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::observed::ObservedReplica;
+use crate::{Labels, labels};
 
 /// Returns [`degraded_cluster`], with `rebuilding` replicas of other volumes on c, each of which has
 /// `members` members.
@@ -80,6 +81,28 @@ fn a_node_brings_up_few_replicas_at_a_time_and_the_neediest_first() {
     (deleted.spec.volume_name, deleted.metadata.deletion_timestamp) = (name, Some(now()));
     cluster.insert(deleted.into());
     assert_eq!(decide((cluster, agents)), (false, Some(REBUILD_CHECK)));
+}
+
+#[test]
+fn a_needier_volume_delays_no_other_one_on_nodes_without_its_tags() {
+    let settings =
+        Settings { replica_replace_after: Duration::ZERO, rebuilds_per_node: 1, ..Settings::default() };
+    let tags = |tag: &str| labels([tag]).unwrap();
+    let is_placed = |node_selector: Labels, disk_selector: Labels| {
+        let (mut cluster, agents) = busy_cluster(0, 1, 1);
+        let mut node = cluster.nodes["c"].clone();
+        node.spec.tags = tags("fast");
+        node.spec.disks.get_mut(DISK).unwrap().tags = tags("ssd");
+        cluster.insert(node.into());
+        let mut other = cluster.volumes["other0"].clone();
+        (other.spec.node_selector, other.spec.disk_selector) = (node_selector, disk_selector);
+        cluster.insert(other.into());
+        makes_replica(&cluster, &agents, settings)
+    };
+    assert!(!is_placed(Labels::new(), Labels::new()));
+    assert!(!is_placed(tags("fast"), tags("ssd")));
+    assert!(is_placed(tags("slow"), Labels::new()));
+    assert!(is_placed(tags("fast"), tags("hdd")));
 }
 
 /// The first run over such a replica stores that it is away: the engine does not know it yet.

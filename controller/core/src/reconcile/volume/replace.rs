@@ -251,7 +251,7 @@ impl<'a> VolumeReconciler<'a> {
         let mut nodes = scheduler::candidates(self.context.cluster, self.context.agents, self.stored);
         let rebuilds = RebuildCounts::count(self.context, engine);
         for node in &mut nodes {
-            node.is_busy = rebuilds.left(&node.name) == 0;
+            node.is_busy = rebuilds.left(node) == 0;
         }
         let placed = self.place_one(&request, &mut nodes);
         if placed.is_err() && self.nodes_may_come().is_none() {
