@@ -1,7 +1,8 @@
 //! Decides whether a node can be restarted, as for maintenance: lists the volumes that would have too few
 //! replicas meanwhile.
 //!
-//! A volume that is not attached needs no node: its data is available again after the restart. An attached
+//! A volume that is not attached needs no node: its data is available again after the restart. One that was
+//! detached a short time ago may be on its way to another node, and counts like an attached one. An attached
 //! volume needs at least one member of its view elsewhere, and at least half of the view. With fewer its
 //! engine stops serving, and no other one can start. Exactly half continues with the arbiter's grant
 //! (`views::Arbiter`).
@@ -18,6 +19,7 @@
 pub mod guard_pods;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use shorthorn_types::VolumeName;
 
@@ -25,6 +27,10 @@ use crate::objects::{
     ConditionType, CurrentState, Engine, EnginePhase, Key, Kind, MemberMode, Replica, Volume, VolumeState,
 };
 use crate::{ClusterState, NodeName, Timestamp, drain, left_out_objects};
+
+/// The time after a detach in which the volume may still need its nodes: a drain detaches it from one node
+/// before Kubernetes attaches it to another one.
+pub const MOVE_WAIT: Duration = Duration::from_secs(60);
 
 /// A volume that holds a restart up.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,7 +45,7 @@ pub struct Hold {
 
 /// Returns the reasons to delay a restart of `node`, by volume. If empty, it can be restarted.
 #[must_use]
-pub fn holds(cluster: &ClusterState, node: &str) -> Vec<Hold> {
+pub fn holds(cluster: &ClusterState, node: &str, now: Timestamp) -> Vec<Hold> {
     let replicas = cluster.replicas_on(node).map(|replica| replica.spec.volume_name.as_str());
     let engines = cluster.engines_on(node).map(|engine| engine.metadata.name.as_str());
     let volumes = cluster.volumes_on(node).map(|volume| volume.metadata.name.as_str());
@@ -55,7 +61,7 @@ pub fn holds(cluster: &ClusterState, node: &str) -> Vec<Hold> {
             );
             holds.push(Hold { volume: name.to_owned(), is_engine: true, message });
         }
-        if let Some(message) = all_holds(cluster, name).remove(node) {
+        if let Some(message) = all_holds(cluster, name, Some(now)).remove(node) {
             holds.push(Hold { volume: name.to_owned(), is_engine: false, message });
         }
     }
@@ -72,9 +78,10 @@ pub struct Needed {
 }
 
 impl Needed {
-    /// Looks at one volume again.
+    /// Looks at one volume again. Whether it was detached a short time ago does not count: nothing would look
+    /// at it again when that time is over.
     pub fn look_at(&mut self, cluster: &ClusterState, volume: &str) {
-        let holds = all_holds(cluster, volume);
+        let holds = all_holds(cluster, volume, None);
         if holds.is_empty() {
             self.by_volume.remove(volume);
         } else {
@@ -143,9 +150,10 @@ impl Member<'_> {
     }
 }
 
-/// The nodes that the volume of that name needs, each with the reason.
-fn all_holds(cluster: &ClusterState, name: &str) -> BTreeMap<NodeName, String> {
-    let known = cluster.volumes.get(name).map(|volume| replica_holds(cluster, volume));
+/// The nodes that the volume of that name needs, each with the reason. At the time `now` it may need them
+/// although it is detached.
+fn all_holds(cluster: &ClusterState, name: &str, now: Option<Timestamp>) -> BTreeMap<NodeName, String> {
+    let known = cluster.volumes.get(name).map(|volume| replica_holds(cluster, volume, now));
     let mut holds = known.unwrap_or_default();
     for (key, left_out) in cluster.left_out().of_volume(name) {
         let message = left_out_objects::refusal(key, left_out);
@@ -161,15 +169,41 @@ fn all_holds(cluster: &ClusterState, name: &str) -> BTreeMap<NodeName, String> {
 }
 
 /// The nodes whose replicas the volume needs, each with the reason.
-fn replica_holds(cluster: &ClusterState, volume: &Volume) -> BTreeMap<NodeName, String> {
+fn replica_holds(
+    cluster: &ClusterState,
+    volume: &Volume,
+    now: Option<Timestamp>,
+) -> BTreeMap<NodeName, String> {
+    let is_idle = volume.status.state == VolumeState::Detached && volume.spec.node_id.is_none();
+    if is_idle && !now.is_some_and(|now| was_detached_lately(volume, now)) {
+        return BTreeMap::new();
+    }
     let Some(members) = members(cluster, volume) else { return BTreeMap::new() };
     let nodes: BTreeSet<&NodeName> =
         members.iter().filter_map(|member| member.replica).map(|replica| &replica.spec.node_id).collect();
-    let hold = |node: &NodeName| Some((node.clone(), hold(cluster, volume, &members, node)?));
+    let hold = |node: &NodeName| {
+        let reason = hold(cluster, volume, &members, node)?;
+        let lately = format!(
+            "the volume was detached less than {} s ago, and may be about to be attached to another node: \
+             check again then",
+            MOVE_WAIT.as_secs()
+        );
+        Some((node.clone(), if is_idle { lately } else { reason }))
+    };
     nodes.into_iter().filter_map(hold).collect()
 }
 
-/// Returns the members of the view. None: the volume is not in use, and needs no node.
+/// Returns true if the detached volume may have been in use a short time ago. Its detachment was complete
+/// when the volume settled.
+fn was_detached_lately(volume: &Volume, now: Timestamp) -> bool {
+    let settled = volume.status.conditions.get(ConditionType::Settled);
+    settled.is_some_and(|settled| {
+        let passed_ms = now.as_millisecond().saturating_sub(settled.last_transition_time.as_millisecond());
+        Duration::from_millis(passed_ms.max(0).unsigned_abs()) < MOVE_WAIT
+    })
+}
+
+/// Returns the members of the view. None: the volume has none that it could need.
 fn members<'a>(cluster: &'a ClusterState, volume: &'a Volume) -> Option<Vec<Member<'a>>> {
     if volume.is_deleting() {
         return None;
@@ -178,7 +212,6 @@ fn members<'a>(cluster: &'a ClusterState, volume: &'a Volume) -> Option<Vec<Memb
     let engine = cluster.engines.get(&volume.metadata.name).filter(|engine| knows_view(engine));
     match (volume.status.state, engine) {
         (VolumeState::Creating | VolumeState::Deleting, _) => None,
-        (VolumeState::Detached, _) if volume.spec.node_id.is_none() => None,
         (VolumeState::Attached | VolumeState::Detaching, Some(engine)) => {
             let members = engine.status.replica_mode_map.iter();
             let members = members.filter(|(_, member)| member.mode == MemberMode::Member);

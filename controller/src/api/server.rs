@@ -395,7 +395,7 @@ impl Controller for Api {
         requests::find_node(&cluster, &node).map_err(|error| status::of_request(&error))?;
         let hold =
             |reboot::Hold { volume, is_engine, message }| v1::RebootHold { volume, message, is_engine };
-        let holds = reboot::holds(&cluster, &node).into_iter().map(hold).collect();
+        let holds = reboot::holds(&cluster, &node, Timestamp::now()).into_iter().map(hold).collect();
         Ok(Response::new(v1::CheckRebootResponse { holds }))
     }
 

@@ -17,7 +17,9 @@ use serde_json::{Value, json};
 use shorthorn_controller_core::Event;
 use shorthorn_controller_core::objects::{Key, Kind};
 use shorthorn_controller_core::reboot::Needed;
-use shorthorn_controller_core::reboot::guard_pods::{self, ExistingGuardPod, GuardPodPlan, WantedGuardPod};
+use shorthorn_controller_core::reboot::guard_pods::{
+    self, ExistingGuardPod, GuardPodPlan, Unneeded, WantedGuardPod,
+};
 use shorthorn_kube::{CallError, bounded, is_code};
 use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::{RecvError, TryRecvError};
@@ -74,6 +76,14 @@ struct GuardPodObjects {
     known_budgets: Reflector<String>,
 }
 
+/// The earlier rounds, as far as later ones need them.
+struct History {
+    begun: Instant,
+    /// The time at which each pod that had ended was deleted, by its name.
+    ended: BTreeMap<String, Instant>,
+    unneeded: Unneeded,
+}
+
 impl GuardPods {
     /// Manages guard pods in `namespace`, with `image`; without an image, existing ones are removed.
     #[must_use]
@@ -111,11 +121,11 @@ impl GuardPods {
         let (mut pods, mut budgets) = (objects.known_pods.changes(), objects.known_budgets.changes());
         let mut needed = Needed::default();
         needed.look_at_all(&self.store.state());
-        // The time at which each pod that had ended was deleted, by its name.
-        let mut ended = BTreeMap::new();
+        let mut history =
+            History { begun: Instant::now(), ended: BTreeMap::new(), unneeded: Unneeded::default() };
         let mut failures = 0;
         loop {
-            let again = match self.round(objects, &needed, &mut ended).await {
+            let again = match self.round(objects, &needed, &mut history).await {
                 Ok(again) => {
                     failures = 0;
                     again
@@ -179,7 +189,7 @@ impl GuardPods {
         &self,
         objects: &GuardPodObjects,
         needed: &Needed,
-        ended: &mut BTreeMap<String, Instant>,
+        history: &mut History,
     ) -> Result<Option<Duration>, CallError> {
         let (Some(kubernetes), Some(pods), Some(budgets)) =
             (self.machines.kubernetes(), objects.known_pods.all(), objects.known_budgets.all())
@@ -190,8 +200,11 @@ impl GuardPods {
             Some(_) => guard_pods::wanted(&self.store.state(), &kubernetes, needed),
             None => BTreeMap::new(),
         };
+        let History { begun, ended, unneeded } = history;
         ended.retain(|_, at| at.elapsed() < AGAIN);
         let mut plan = guard_pods::plan(&wanted, &pods, &budgets);
+        // Without an image, none shall exist.
+        let next = self.image.as_ref().and_then(|_| unneeded.delay(&mut plan, &wanted, begun.elapsed()));
         plan.make_pod.retain(|(name, _)| !ended.contains_key(name));
         for (name, guard_pod) in &plan.make_budget {
             self.make_budget(objects, name, guard_pod).await?;
@@ -204,7 +217,7 @@ impl GuardPods {
         self.clean(objects, &plan).await?;
         let has_ended = |name: &&String| pods.get(*name).is_some_and(|pod| pod.has_ended);
         ended.extend(plan.delete_pod.iter().filter(has_ended).map(|name| (name.clone(), Instant::now())));
-        Ok((!ended.is_empty()).then_some(AGAIN))
+        Ok((!ended.is_empty()).then_some(AGAIN).into_iter().chain(next).min())
     }
 
     async fn clean(&self, objects: &GuardPodObjects, plan: &GuardPodPlan) -> Result<(), CallError> {

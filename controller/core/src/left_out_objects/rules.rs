@@ -335,7 +335,7 @@ fn held(cluster: &ClusterState) -> Vec<&'static str> {
     let needed_nodes =
         ["a", "b", "c", "d"].into_iter().filter(|node| by_node.contains_key(&NodeName::new(node).unwrap()));
     let needed_nodes: Vec<&str> = needed_nodes.collect();
-    let holds = |node: &&&str| reboot::holds(cluster, node).iter().any(|hold| !hold.is_engine);
+    let holds = |node: &&&str| reboot::holds(cluster, node, now()).iter().any(|hold| !hold.is_engine);
     let held: Vec<&str> = ["a", "b", "c", "d"].iter().filter(holds).copied().collect();
     assert_eq!(held, needed_nodes, "guard pods follow the same rule");
     held
@@ -350,7 +350,7 @@ fn nodes_that_an_unknown_object_may_need_are_not_safe_to_restart() {
         let mut known = example.cluster.clone();
         leave_out(&mut known, kind, number);
         assert_eq!(held(&known), ["a", "b", "c"], "{kind:?}");
-        let hold = reboot::holds(&known, "b").remove(0);
+        let hold = reboot::holds(&known, "b", now()).remove(0);
         assert!(hold.message.contains("not safe") && hold.message.contains("correct it"), "{hold:?}");
         let mut damaged = example.cluster.clone();
         damage(&mut damaged, kind, number);
@@ -372,7 +372,7 @@ fn a_left_out_node_counts_as_cordoned_before_all_others() {
     let mut cluster = Example::new().cluster;
     leave_out(&mut cluster, Kind::Node, 0);
     assert_eq!(held(&cluster), ["b", "c"]);
-    assert!(reboot::holds(&cluster, "b")[0].message.contains("node a, whose object cannot be used"));
+    assert!(reboot::holds(&cluster, "b", now())[0].message.contains("node a, whose object cannot be used"));
     let mut needed = Needed::default();
     needed.look_at_all(&Example::new().cluster);
     needed.look_at_node(&cluster, "a");

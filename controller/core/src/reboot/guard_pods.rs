@@ -4,9 +4,10 @@
 //!
 //! The pod does nothing. It has to run: Kubernetes evicts a pod that does not run yet despite its budget.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
-use super::Needed;
+use super::{MOVE_WAIT, Needed};
 use crate::ClusterState;
 use crate::discovery::KubernetesCluster;
 use crate::objects::{Key, Kind};
@@ -127,6 +128,35 @@ pub fn plan(
     plan
 }
 
+/// The guard pods and budgets that are not wanted any more, and since when. They stay for a while: a drain
+/// detaches a volume before Kubernetes attaches it to another node, and no node is needed meanwhile.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Unneeded {
+    /// By name, in time since any fixed moment.
+    since: BTreeMap<String, Duration>,
+}
+
+impl Unneeded {
+    /// Takes those deletions out of the plan that are not due at `now`, and returns the time until the next
+    /// one. Pods and budgets that are wanted and wrong are deleted at once.
+    pub fn delay(
+        &mut self,
+        plan: &mut GuardPodPlan,
+        wanted: &BTreeMap<String, WantedGuardPod>,
+        now: Duration,
+    ) -> Option<Duration> {
+        let names: BTreeSet<&String> = plan.delete_pod.iter().chain(&plan.delete_budget).collect();
+        let unneeded = names.into_iter().filter(|name| !wanted.contains_key(*name));
+        let since = |name: &String| (name.clone(), self.since.get(name).copied().unwrap_or(now));
+        self.since = unneeded.map(since).collect();
+        let left = |since: &Duration| MOVE_WAIT.saturating_sub(now.saturating_sub(*since));
+        let is_due = |name: &String| self.since.get(name).is_none_or(|since| left(since).is_zero());
+        plan.delete_pod.retain(is_due);
+        plan.delete_budget.retain(is_due);
+        self.since.values().map(left).filter(|left| !left.is_zero()).min()
+    }
+}
+
 fn is_right(pod: &ExistingGuardPod, guard_pod: &WantedGuardPod) -> bool {
     !pod.has_ended && !pod.is_deleting && pod.uid == guard_pod.uid && pod.machine == guard_pod.machine
 }
@@ -204,6 +234,33 @@ mod tests {
         }
         let other = planned(Some(&guard_pod), Some(pod(&guard_pod)), Some("u1"));
         assert_eq!(other, GuardPodPlan { delete_budget: vec![NAME.to_owned()], ..GuardPodPlan::default() });
+    }
+
+    #[test]
+    fn an_unneeded_guard_pod_stays_until_no_volume_has_needed_it_for_a_while() {
+        let (guard_pod, mut unneeded) = (guard_pod("a"), Unneeded::default());
+        let mut round = |is_wanted: bool, second: u64| {
+            let wanted = Some(&guard_pod).filter(|_| is_wanted);
+            let mut plan = planned(wanted, Some(pod(&guard_pod)), Some("u0"));
+            let wanted = wanted.map(|guard_pod| (NAME.to_owned(), guard_pod.clone())).into_iter().collect();
+            let next = unneeded.delay(&mut plan, &wanted, Duration::from_secs(second));
+            (plan.delete_pod.len(), plan.delete_budget.len(), next.map(|next| next.as_secs()))
+        };
+        assert_eq!(round(false, 100), (0, 0, Some(60)));
+        assert_eq!(round(false, 159), (0, 0, Some(1)));
+        assert_eq!(round(true, 159), (0, 0, None));
+        assert_eq!(round(false, 160), (0, 0, Some(60)), "the time begins again");
+        assert_eq!(round(false, 220), (1, 1, None));
+    }
+
+    #[test]
+    fn a_wrong_guard_pod_that_is_needed_is_deleted_at_once() {
+        let guard_pod = guard_pod("a");
+        let ended = ExistingGuardPod { has_ended: true, ..pod(&guard_pod) };
+        let mut plan = planned(Some(&guard_pod), Some(ended), Some("u0"));
+        let wanted = BTreeMap::from([(NAME.to_owned(), guard_pod)]);
+        assert_eq!(Unneeded::default().delay(&mut plan, &wanted, Duration::ZERO), None);
+        assert_eq!(plan.delete_pod, [NAME]);
     }
 
     #[test]

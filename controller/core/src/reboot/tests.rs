@@ -106,7 +106,7 @@ fn cordon(cluster: &mut ClusterState, node: &str, second: i64) {
 
 /// Returns the reason why the volume needs the replica of the node; empty if it does not.
 fn message_of(cluster: &ClusterState, node: &str) -> String {
-    let holds = holds(cluster, node);
+    let holds = holds(cluster, node, now() + MOVE_WAIT);
     assert!(holds.iter().all(|hold| hold.volume == "v" && !hold.is_engine), "{holds:?}");
     let mut needed = Needed::default();
     needed.look_at_all(cluster);
@@ -253,6 +253,32 @@ fn an_unused_volume_needs_no_node() {
     assert_eq!(message_of(&going, "n0"), "");
 }
 
+/// A drain detaches a volume before Kubernetes attaches it to another node. A former failure may be older
+/// than the detachment, so only the completion of the detachment counts.
+#[test]
+fn a_volume_that_was_detached_a_short_time_ago_counts_as_in_use() {
+    let mut idle = cluster(2, &[MEMBER, FAILED]);
+    change_volume(&mut idle, |volume| {
+        volume.spec.node_id = None;
+        volume.status.current_node_id = None;
+        volume.status.state = VolumeState::Detached;
+        let stopping = Finding::wrong("ReplicasStopping", "the replicas are being stopped");
+        volume.status.conditions.set(ConditionType::Settled, stopping, now());
+    });
+    change_engine(&mut idle, |status| *status = StoredEngineStatus::default());
+    let held = |cluster: &ClusterState, node: &str, passed| holds(cluster, node, now() + passed);
+    let just_now = MOVE_WAIT.checked_sub(Duration::from_secs(1)).unwrap();
+    let hold = held(&idle, "n0", just_now).remove(0);
+    assert!(hold.message.contains("detached less than 60 s ago") && !hold.is_engine, "{hold:?}");
+    assert!(held(&idle, "n1", just_now).is_empty());
+    assert!(held(&idle, "n0", MOVE_WAIT).is_empty());
+    let mut later = idle.clone();
+    change_volume(&mut later, |volume| {
+        volume.status.conditions.set(ConditionType::Settled, Finding::Well, now() + MOVE_WAIT);
+    });
+    assert_eq!(held(&later, "n0", MOVE_WAIT).len(), 1);
+}
+
 #[test]
 fn an_engine_that_cannot_be_asked_may_need_every_replica() {
     let mut unseen = cluster(3, &[MEMBER, MEMBER, MEMBER]);
@@ -272,7 +298,7 @@ fn an_engine_that_cannot_be_asked_may_need_every_replica() {
 #[test]
 fn an_engine_is_in_the_way_of_a_restart_and_not_of_a_drain() {
     let attached = cluster(3, &[MEMBER, MEMBER, MEMBER]);
-    let holds = holds(&attached, "user");
+    let holds = holds(&attached, "user", now());
     assert_eq!(holds.len(), 1, "{holds:?}");
     assert!(holds[0].is_engine && holds[0].message.contains("kubectl drain"), "{holds:?}");
     let mut needed = Needed::default();
