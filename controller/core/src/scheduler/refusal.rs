@@ -67,6 +67,21 @@ impl PlacementRefusal {
         self.by_node.values().any(|removal| removal.filter == Filter::MinimalAvailable)
     }
 
+    /// Returns true if `text` is a text of this refusal, apart from the details of the nodes. Those have the
+    /// free space, which changes all the time.
+    #[must_use]
+    pub fn is_described_by(&self, text: &str) -> bool {
+        if self.by_node.is_empty() {
+            return text == self.to_string();
+        }
+        let details = text.strip_prefix(&self.head()).and_then(|rest| rest.strip_prefix(&self.summary));
+        details.is_some_and(|details| details.is_empty() || details.starts_with("; "))
+    }
+
+    fn head(&self) -> String {
+        format!("{} of {} replicas have a place; ", self.placed, self.wanted)
+    }
+
     /// Returns true if a node would take it once it has completed other rebuilds.
     #[must_use]
     pub fn waits_for_rebuilds(&self) -> bool {
@@ -88,7 +103,7 @@ fn sum_up(request: &PlacementRequest, by_node: &BTreeMap<NodeName, Removal>) -> 
 
 impl fmt::Display for PlacementRefusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} of {} replicas have a place; ", self.placed, self.wanted)?;
+        f.write_str(&self.head())?;
         if self.by_node.is_empty() {
             return f.write_str("no nodes: shorthornctl node add NAME --address HOST:PORT");
         }

@@ -182,6 +182,41 @@ fn the_bytes_of_rebuilds_in_progress_are_not_free() {
     assert!(is_placed(rest + (1 << 20), 1 << 20, false), "the rest of the copy counts");
 }
 
+#[test]
+fn a_refusal_is_stored_again_only_if_more_than_the_free_space_differs() {
+    let (mut cluster, mut agents) = busy_cluster(0, 0, 2);
+    let settings = Settings { replica_replace_after: Duration::ZERO, ..Settings::default() };
+    let mut run = |cluster: &mut ClusterState, available_bytes: u64| {
+        agents.change_all(|agent| {
+            agent.disks.values_mut().for_each(|disk| disk.available_bytes = available_bytes);
+        });
+        let context = Context { cluster, agents: &agents, now: now(), random: [7; MAX_MEMBERS], settings };
+        let actions = reconcile(&context, &Key::new(Kind::Volume, "v")).actions;
+        let is_event = |action: &Action| matches!(action, Action::Emit(event) if event.reason == "NoPlace");
+        let events = actions.iter().filter(|action| is_event(action)).count();
+        let written = actions.into_iter().find_map(|action| match action {
+            Action::Write(object) => match *object {
+                Object::Volume(volume) => Some(volume),
+                _ => None,
+            },
+            _ => None,
+        });
+        let message = written
+            .clone()
+            .map(|volume| volume.status.conditions.get(ConditionType::Scheduled).unwrap().message.clone());
+        written.into_iter().for_each(|volume| cluster.insert(volume.into()));
+        (events, message)
+    };
+    let (events, message) = run(&mut cluster, 1 << 30);
+    assert!(events == 1 && message.as_ref().unwrap().contains("has 1.0 GiB free"), "{message:?}");
+    assert_eq!(run(&mut cluster, 2 << 30), (0, None));
+    let mut cordoned = cluster.nodes["c"].clone();
+    cordoned.spec.allow_scheduling = false;
+    cluster.insert(cordoned.into());
+    let (events, message) = run(&mut cluster, 2 << 30);
+    assert!(events == 1 && message.as_ref().unwrap().contains("cordoned"), "{message:?}");
+}
+
 fn makes_replica(cluster: &ClusterState, agents: &Agents, settings: Settings) -> bool {
     let context = Context { cluster, agents, now: now(), random: [7; MAX_MEMBERS], settings };
     let actions = reconcile(&context, &Key::new(Kind::Volume, "v")).actions;

@@ -11,6 +11,8 @@ use crate::objects::{
 use crate::reconcile::{Context, SPACE_CHECK, waiting_volumes};
 use crate::scheduler::{self, Placement, PlacementRefusal, PlacementRequest};
 
+/// The reason of the conditions of a volume that has no place for a replica.
+const NO_PLACE: &str = "NoPlace";
 /// The message of a volume whose undeletion was interrupted.
 const UNDELETING: &str = "the volume is being restored from the trash; if that does not complete, run \
                           shorthornctl volume undelete again";
@@ -88,14 +90,14 @@ impl VolumeReconciler<'_> {
             Err(refusal) => {
                 if let Some(wait) = self.nodes_may_come() {
                     self.check_places_after(wait);
-                    self.set_settled(Finding::wrong("WaitingForNodes", refusal.to_string()));
+                    self.set_settled(self.refused(ConditionType::Settled, "WaitingForNodes", &refusal));
                     return false;
                 }
                 if self.context.settings.degraded_creation && refusal.placed > 0 {
                     return self.schedule_some(&request, present, &refusal);
                 }
                 self.report_unschedulable(&refusal);
-                self.set_settled(Finding::wrong("NoPlace", refusal.to_string()));
+                self.set_settled(self.refused(ConditionType::Settled, NO_PLACE, &refusal));
             }
         }
         false
@@ -110,7 +112,7 @@ impl VolumeReconciler<'_> {
         refusal: &PlacementRefusal,
     ) -> bool {
         if refusal.placed == present {
-            let finding = Finding::wrong("NoPlace", refusal.to_string());
+            let finding = self.refused(ConditionType::Scheduled, NO_PLACE, refusal);
             self.status.set(ConditionType::Scheduled, finding);
             return true;
         }
@@ -139,11 +141,19 @@ impl VolumeReconciler<'_> {
             self.check_places_after(SPACE_CHECK);
         }
         let scheduled = self.stored.status.conditions.get(ConditionType::Scheduled);
-        if scheduled.is_none_or(|scheduled| scheduled.message != refusal.to_string()) {
-            self.actions.emit(true, "NoPlace", refusal.to_string());
+        if scheduled.is_none_or(|scheduled| !refusal.is_described_by(&scheduled.message)) {
+            self.actions.emit(true, NO_PLACE, refusal.to_string());
         }
-        let finding = Finding::wrong("NoPlace", refusal.to_string());
+        let finding = self.refused(ConditionType::Scheduled, NO_PLACE, refusal);
         self.status.set(ConditionType::Scheduled, finding);
+    }
+
+    /// Returns the finding of a refusal. A stored text stays if only the details of the nodes differ: with
+    /// many waiting volumes, each change of free space would be a write for each.
+    fn refused(&self, kind: ConditionType, reason: &'static str, refusal: &PlacementRefusal) -> Finding {
+        let stored = self.stored.status.conditions.get(kind);
+        let same = stored.filter(|stored| refusal.is_described_by(&stored.message));
+        Finding::wrong(reason, same.map_or_else(|| refusal.to_string(), |stored| stored.message.clone()))
     }
 
     /// Returns the time that recently unreachable nodes may still take, which are all nodes when the
