@@ -266,13 +266,18 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
     let owner = Key::new(Kind::Volume, replica.spec.volume_name.as_str());
     if let Some(message) = context.cluster.unknown(&owner) {
         // No object shows whether the volume needs the data.
-        return wait_to_delete(replica, message);
+        let mut decision = Decision::nothing();
+        write_status(&mut decision, replica, StoredReplicaStatus { message, ..replica.status.clone() });
+        // A change of the volume wakes its own replicas, and not those that it has left behind.
+        decision.again_after(GIVE_UP_CHECK);
+        return decision;
     }
     if let Some(record) = &replica.status.deletion_record {
         return remove(context, replica, record.clone(), None);
     }
+    // A volume is removed after its last replica, except for those that it leaves behind; so it exists.
     let Some(volume) = context.cluster.volumes.get(replica.spec.volume_name.as_str()) else {
-        return delete_without_volume(context, replica);
+        return Decision::nothing();
     };
     // Data is deleted once it is stored that the deletion has begun, and no PersistentVolume holds it any
     // more. Both objects may have been deleted: an engine that still runs may have written to no other
@@ -289,48 +294,6 @@ fn delete(context: &Context<'_>, replica: &Replica) -> Decision {
         record = replica.status.undeletion_record.clone().unwrap_or_default();
     }
     remove(context, replica, record, Some((volume, with_volume)))
-}
-
-fn wait_to_delete(replica: &Replica, message: String) -> Decision {
-    let mut decision = Decision::nothing();
-    write_status(&mut decision, replica, StoredReplicaStatus { message, ..replica.status.clone() });
-    // A change of the volume wakes its own replicas, and not those that it has left behind.
-    decision.again_after(GIVE_UP_CHECK);
-    decision
-}
-
-/// Deletes a replica whose volume was removed before it. The finalizer of the volume was removed by hand, or
-/// a former leader has stored the replica late. The data is moved to the trash like that of an orphan.
-fn delete_without_volume(context: &Context<'_>, replica: &Replica) -> Decision {
-    let is_undeleted = |other: &Replica| other.status.rebind || other.status.undeletion_record.is_some();
-    if context.cluster.replicas_of(&replica.spec.volume_name).any(is_undeleted) {
-        // The undeletion stores the volume last, and expects the replicas as it has stored them.
-        return Decision { requeue_after: Some(GIVE_UP_CHECK), ..Decision::nothing() };
-    }
-    match reason_to_stay(context, replica) {
-        Some(message) => wait_to_delete(replica, message),
-        None => remove(context, replica, String::new(), None),
-    }
-}
-
-/// Returns the reason why the data of a replica without a volume may still be needed.
-fn reason_to_stay(context: &Context<'_>, replica: &Replica) -> Option<String> {
-    let (cluster, name) = (context.cluster, &replica.spec.volume_name);
-    if let Some(message) = cluster.unknown_of(name.as_str()) {
-        return Some(message);
-    }
-    let key = InstanceKey::engine(name);
-    let runs = |agent: &ObservedAgent| {
-        agent.instances.get(&key).is_some_and(|instance| instance.state != InstanceState::Stopped)
-    };
-    let node = context.agents.with_engine(name).find(|(_, agent)| runs(agent)).map(|(node, _)| node.clone());
-    let stored = cluster.engines.get(name.as_str());
-    let stored = stored.filter(|engine| engine.status.current_state != CurrentState::Stopped);
-    let node = node.or_else(|| stored.and_then(|engine| engine.spec.node_id.clone()))?;
-    Some(format!(
-        "volume {name} has no object, and its engine on node {node} may use the replica: stop the \
-         engine first"
-    ))
 }
 
 /// Has the data deleted, and then removes the object. `volume` is absent if it is gone; its flag is true if

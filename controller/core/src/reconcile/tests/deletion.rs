@@ -317,55 +317,6 @@ fn a_replica_of_a_living_volume_is_not_left_behind() {
     assert_eq!(cluster.replicas.values().filter(|replica| !replica.is_left_behind()).count(), 2);
 }
 
-/// Its finalizer was removed by hand, or a former leader has stored the replica late.
-#[test]
-fn a_deleted_replica_whose_volume_is_gone_is_moved_to_the_trash() {
-    let id = ReplicaId::from_random(2);
-    let name = ReplicaSpec::instance_name(&VolumeName::new("v").unwrap(), id);
-    let key = Key::new(Kind::Replica, &name);
-    let without_volume = || {
-        let (mut cluster, mut agents) = (degraded_cluster(), agents(None));
-        cluster.remove(&Key::new(Kind::Volume, "v"));
-        cluster.remove(&Key::new(Kind::Engine, "v"));
-        let mut deleted = replica(id, "b", None);
-        deleted.metadata.deletion_timestamp = Some(now());
-        cluster.insert(deleted.into());
-        answers(&mut agents, "b");
-        (cluster, agents)
-    };
-    let deletes = |actions: &[Action]| {
-        let is_deletion = |action: &Action| {
-            matches!(action, Action::Call(node, AgentCall::DeleteReplica { record, .. })
-                if node.as_str() == "b" && record.is_empty())
-        };
-        actions.iter().any(is_deletion)
-    };
-    let (mut cluster, agents) = without_volume();
-    assert!(deletes(&act(&mut cluster, &agents, &key)) && !cluster.replicas.contains_key(&name));
-    // It has no data.
-    let (mut cluster, agents) = without_volume();
-    let mut new = cluster.replicas[&name].clone();
-    (new.spec.desire_state, new.status) = (DesireState::Stopped, StoredReplicaStatus::default());
-    cluster.insert(new.into());
-    assert!(!deletes(&act(&mut cluster, &agents, &key)) && !cluster.replicas.contains_key(&name));
-
-    let stays = |change: &dyn Fn(&mut ClusterState, &mut Agents), why: &str| {
-        let (mut cluster, mut agents) = without_volume();
-        change(&mut cluster, &mut agents);
-        assert!(!deletes(&act(&mut cluster, &agents, &key)));
-        let message = &cluster.replicas[&name].status.message;
-        assert!(message.contains(why), "{message}");
-    };
-    let engine = degraded_cluster().engines["v"].clone();
-    stays(&|cluster, _| cluster.insert(engine.clone().into()), "its engine on node a");
-    stays(&|_, agents| *agents = super::agents(Some(ATTACH)), "its engine on node b");
-    let (mut cluster, agents) = without_volume();
-    let mut other = cluster.replicas.values().find(|one| one.spec.replica_id != id).unwrap().clone();
-    other.status.rebind = true;
-    cluster.insert(other.into());
-    assert!(act(&mut cluster, &agents, &key).is_empty(), "an undeletion stores the volume soon");
-}
-
 #[test]
 fn replicas_left_behind_are_removed_with_a_node_that_is_given_up() {
     let (mut cluster, agents) = without_b();
