@@ -43,6 +43,8 @@ pub struct PeerContext {
     pub endpoint: ReplicaEndpoint,
     /// True if members and core know all that it has missed.
     pub is_complete: bool,
+    /// False if it was added while this engine serves, and has not been in a view yet.
+    pub was_in_view: bool,
     /// The last view of this engine that the replica was in and has stored.
     pub last_view: Option<View>,
     /// The run of its process that the engine knows: see [`Welcome::run`](shorthorn_wire::Welcome::run).

@@ -75,7 +75,7 @@ pub enum ExpansionProgress {
 /// A report of a rebuild task on its replica.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RebuildProgress {
-    /// The replica does not come back yet. `is_of_replica`: it has answered with an error.
+    /// The replica does not come back yet. `is_of_replica`: it has ended a rebuild by an error.
     Waiting { reason: String, is_of_replica: bool },
     /// Snapshot layers are being copied to it; bytes in all, and left.
     Copying { total_bytes: u64, left_bytes: u64 },

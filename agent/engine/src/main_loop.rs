@@ -39,7 +39,7 @@ use crate::queue::Queue;
 use crate::queue_link::{LinkSlots, QueueLink};
 use crate::rebuild_tasks::RebuildTasks;
 use crate::serving::Serving;
-use crate::shared_core::{SharedCore, lock};
+use crate::shared_core::{SharedCore, boot_time_ms, lock};
 use crate::state::EngineState;
 use crate::status::{self, Meter, publish};
 
@@ -213,6 +213,7 @@ struct EngineProcess<'a> {
 
 impl EngineProcess<'_> {
     fn run(mut self) -> Result<Ended, EngineError> {
+        let begun_ms = boot_time_ms();
         let mut opened = match self.open()? {
             Ok(opened) => *opened,
             Err(ended) => return Ok(ended),
@@ -230,7 +231,7 @@ impl EngineProcess<'_> {
         (self.spec.queues, self.spec.depth) = (record.queues, record.depth);
         let counters: Vec<Arc<QueueCounters>> = queues.iter().map(|_| Arc::default()).collect();
         let (shared, threads) =
-            start_queues(&self.spec, &mut opened, queues, &counters, &record, self.sender.clone())?;
+            start_queues(&self.spec, &mut opened, queues, &counters, &record, begun_ms, self.sender.clone())?;
         self.publisher.count_with(move || counters::sum(&counters));
         let endpoint = device.go_live()?;
         // Some kernels give the device its number only now.
@@ -465,6 +466,7 @@ fn start_queues(
     frontends: Vec<Box<dyn QueueFrontend>>,
     counters: &[Arc<QueueCounters>],
     record: &DeviceRecord,
+    begun_ms: u64,
     events: Sender<MainEvent>,
 ) -> Result<(Arc<SharedCore>, Threads), EngineError> {
     let mut core = EngineCore::new(&core_config(spec, opened, record));
@@ -473,7 +475,7 @@ fn start_queues(
     let pairs = frontends.iter().map(|_| WakeReceiver::new()).collect::<Result<Vec<_>, _>>();
     let (wakes, wakers): (Vec<WakeReceiver>, Vec<_>) =
         pairs.map_err(EngineError::system("eventfd"))?.into_iter().unzip();
-    let shared = Arc::new(SharedCore::new(core, wakers, events));
+    let shared = Arc::new(SharedCore::new(core, wakers, events, begun_ms));
     let mut connections: Vec<_> =
         std::mem::take(&mut opened.volume.connections).into_iter().map(Vec::into_iter).collect();
     let mut threads = Vec::new();
@@ -553,6 +555,7 @@ fn context(spec: &EngineSpec, opened: &OpenedVolume, shared: Arc<SharedCore>) ->
         run,
         endpoint: endpoint.clone(),
         is_complete,
+        was_in_view: true,
         last_view: Some(opened.volume.last_view).filter(|view| view.members.contains(endpoint.replica)),
     };
     let peers = spec.replicas.iter().zip(complete).zip(runs).map(peer).collect();

@@ -360,7 +360,7 @@ mod tests {
 
     use super::*;
     use crate::connector::ReplicaConnector;
-    use crate::shared_core::SharedCore;
+    use crate::shared_core::{SharedCore, boot_time_ms};
 
     /// Returns the context of an engine that knows no replica. A scrub ends at once.
     fn context(events: Sender<MainEvent>) -> Arc<EngineContext> {
@@ -393,7 +393,7 @@ mod tests {
             verify_reads: false,
             refuses_requests: false,
         });
-        let shared = Arc::new(SharedCore::new(core, Vec::new(), events));
+        let shared = Arc::new(SharedCore::new(core, Vec::new(), events, boot_time_ms()));
         Arc::new(EngineContext::new(ReplicaConnector::new(&spec, generation), 1, shared, Vec::new()))
     }
 

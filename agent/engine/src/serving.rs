@@ -342,6 +342,9 @@ impl<'a> Serving<'a> {
                 message.clone_into(&mut engine.message);
             }
         });
+        for (index, _) in self.context().known_peers().iter().filter(|(_, peer)| self.is_in_view(peer)) {
+            self.context().update(*index, |peer| peer.was_in_view = true);
+        }
         // Too few may be left to reject members that were absent before.
         let was_away = |peer: &PeerContext| !before.members.contains(peer.endpoint.replica);
         let away = self.context().known_peers().into_iter().filter(|(_, peer)| was_away(peer));
@@ -349,6 +352,10 @@ impl<'a> Serving<'a> {
         needed.for_each(|(index, _)| self.rebuild_tasks.end_delay(index));
         self.rebuild_tasks.retry_now();
         self.give_up_unwanted()
+    }
+
+    fn is_in_view(&self, peer: &PeerContext) -> bool {
+        self.view.members.contains(peer.endpoint.replica)
     }
 
     fn ask_grant(&mut self, wanted: GrantWanted) {

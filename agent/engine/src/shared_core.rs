@@ -50,7 +50,9 @@ struct Mailbox {
 }
 
 impl SharedCore {
-    pub fn new(core: EngineCore, wakers: Vec<Waker>, events: Sender<MainEvent>) -> SharedCore {
+    /// Shares the core of a volume that the engine began to open at `begun_ms` of [`boot_time_ms`]. A pause
+    /// since then counts.
+    pub fn new(core: EngineCore, wakers: Vec<Waker>, events: Sender<MainEvent>, begun_ms: u64) -> SharedCore {
         let mailbox = |waker| Mailbox { messages: Mutex::new(Vec::new()), waker };
         SharedCore {
             core: Mutex::new(core),
@@ -60,11 +62,11 @@ impl SharedCore {
             events,
             stop: AtomicBool::new(false),
             drain: AtomicBool::new(false),
-            start_ms: boot_time_ms(),
+            start_ms: begun_ms,
         }
     }
 
-    /// Milliseconds since the engine has started to serve. The time for which the host is suspended counts.
+    /// Milliseconds since the engine began to open the volume. A suspension of the host counts.
     pub fn now_ms(&self) -> u64 {
         boot_time_ms().saturating_sub(self.start_ms)
     }
@@ -273,7 +275,7 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Returns the milliseconds since the host was booted, with those for which it was suspended.
-fn boot_time_ms() -> u64 {
+pub fn boot_time_ms() -> u64 {
     // Every supported kernel has the first clock.
     let now = clock_gettime(ClockId::CLOCK_BOOTTIME).or_else(|_| clock_gettime(ClockId::CLOCK_MONOTONIC));
     let now = now.map_or(Duration::ZERO, Duration::from);

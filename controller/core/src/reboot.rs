@@ -28,8 +28,8 @@ use crate::objects::{
 };
 use crate::{ClusterState, NodeName, Timestamp, drain, left_out_objects};
 
-/// The time after a detach in which the volume may still need its nodes: a drain detaches it from one node
-/// before Kubernetes attaches it to another one.
+/// The time after a detach in which the volume may still need its nodes. A drain detaches the volume from one
+/// node before Kubernetes attaches it to another one.
 pub const MOVE_WAIT: Duration = Duration::from_secs(60);
 
 /// A volume that holds a restart up.

@@ -397,16 +397,14 @@ impl MemberStatus {
         self.mode.is_awaited(self.awaited, &self.message)
     }
 
-    /// Reports that the replica does not come back yet, for `reason`. Returns true if an attempt to rebuild
-    /// the replica has ended by that.
-    pub fn rebuild_waits(&mut self, reason: String) -> bool {
+    /// Reports that the replica does not come back yet, for `reason`. An attempt to rebuild the replica has
+    /// ended, if one was under way.
+    pub fn rebuild_waits(&mut self, reason: String) {
         // Nothing is copied during the pause, so the status shows the reason.
         (self.message, self.copy) = (reason, None);
-        let was_rebuilding = self.mode == MemberMode::Rebuilding;
-        if was_rebuilding {
+        if self.mode == MemberMode::Rebuilding {
             self.mode = MemberMode::Failed;
         }
-        was_rebuilding
     }
 
     /// Reports that the replica is a member again.

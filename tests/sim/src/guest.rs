@@ -42,7 +42,7 @@ impl Watcher {
 pub struct Guest {
     /// The replicas of the volume as the controller wants them.
     pub replicas: Vec<ReplicaId>,
-    /// Those with which it was made.
+    /// The replicas with which the volume was made.
     pub first_members: Members,
     /// Size of the volume.
     pub size_bytes: u64,

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// These seeds meet every event of the simulation, also the rare ones.
+/// The first of some seeds that meet every event of the simulation, also the rare ones.
 const FIRST_SEED: &str = "8000";
 const SEEDS: u64 = 1200;
 /// The duration of running new seeds.

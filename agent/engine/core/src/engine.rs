@@ -303,6 +303,11 @@ impl EngineCore {
         self.lose_for(peer, reason, DropCause::Broken, out);
     }
 
+    /// Drops a replica that has answered with an error.
+    fn lose_failed(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
+        self.lose_for(peer, reason, DropCause::Failed, out);
+    }
+
     /// Drops a replica that has not answered in time.
     fn lose_late(&mut self, peer: PeerIndex, reason: String, out: &mut Outputs) {
         self.lose_for(peer, reason, DropCause::Late, out);

@@ -261,8 +261,10 @@ const _: () = assert!(size_of::<Output>() <= 96);
 pub enum DropCause {
     /// The replica was connected and has not answered in time.
     Late,
-    /// The connection broke, or the replica answered with an error.
+    /// The connection broke.
     Broken,
+    /// The replica answered a request with an error.
+    Failed,
     /// The replica's disk has no space.
     Full,
     /// The replica was neither a member nor a rebuilding replica, so no request waited for it.

@@ -421,12 +421,17 @@ impl ReplicaTimeouts {
 
     /// Sends PINGs to the replicas in `connected`, if it is time for that.
     pub fn ping(&mut self, connected: PeerMask, now_ms: u64, out: &mut Outputs) {
-        let is_soon = std::mem::take(&mut self.pings_soon) || self.answered_since_pause.is_some();
-        if !is_soon && now_ms < self.pinged_at_ms + PING_INTERVAL_MS {
-            return;
+        let is_due = now_ms >= self.pinged_at_ms + PING_INTERVAL_MS;
+        let to = match (std::mem::take(&mut self.pings_soon) || is_due, self.answered_since_pause) {
+            (true, _) => connected,
+            // Ticks may follow each other closely.
+            (false, Some(answered)) => connected.without(answered),
+            (false, None) => return,
+        };
+        if is_due {
+            self.pinged_at_ms = now_ms;
         }
-        self.pinged_at_ms = now_ms;
-        for peer in connected.iter() {
+        for peer in to.iter() {
             let Some(connections) = self.connections.get_mut(usize::from(peer)) else { continue };
             // The PING is sent on every connection: a replica closes a silent one, and a single connection
             // may be dead.

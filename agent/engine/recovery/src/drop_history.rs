@@ -109,7 +109,7 @@ impl DropHistory {
                 RebuildDelay::For(pause.unwrap_or(LONGEST_FULL_PAUSE).min(longest))
             }
             DropCause::Unused => RebuildDelay::For(Duration::ZERO),
-            DropCause::Broken => {
+            DropCause::Broken | DropCause::Failed => {
                 let times = self.broken.add(now, BREAKS_FORGIVEN);
                 let Some(doublings) = times.checked_sub(FREE_BREAKS + 1) else {
                     return RebuildDelay::For(Duration::ZERO);

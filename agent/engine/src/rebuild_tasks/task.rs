@@ -58,6 +58,8 @@ pub(super) struct RebuildTask {
     unread: u32,
     /// The recent errors and nonsense in answers of the replica.
     drop_history: DropHistory,
+    /// True if the current attempt has begun to copy.
+    has_copied: Cell<bool>,
 }
 
 impl RebuildTask {
@@ -72,6 +74,7 @@ impl RebuildTask {
             bad_sources: BadSources::default(),
             unread: 0,
             drop_history: DropHistory::default(),
+            has_copied: Cell::default(),
         }
     }
 
@@ -121,6 +124,7 @@ impl RebuildTask {
     fn rebuild_until_done(&mut self) -> bool {
         (self.pause, self.cause) = (FIRST_PAUSE, None);
         loop {
+            self.has_copied.set(false);
             let mut bad_sources = std::mem::take(&mut self.bad_sources);
             let rebuilt = finish(rebuild(&*self, &mut bad_sources));
             self.bad_sources = bad_sources;
@@ -189,7 +193,7 @@ impl RebuildTask {
             }
             RebuildError::Failed { doing, error } => {
                 let is_of_replica = error.is_of_replica();
-                self.failed(&format!("{doing}: {error}"), is_of_replica);
+                self.failed(&format!("{doing}: {error}"), is_of_replica && self.has_copied.get());
                 let pause = if error.is_lasting() { LASTING_PAUSE } else { self.next_pause() };
                 if is_of_replica { pause.max(self.delay_of_offender()) } else { pause }
             }
@@ -246,6 +250,9 @@ impl RebuildTask {
     }
 
     pub(super) fn report(&self, progress: RebuildProgress) {
+        if matches!(progress, RebuildProgress::Copying { .. } | RebuildProgress::Rebuilding { .. }) {
+            self.has_copied.set(true);
+        }
         self.context.shared.send_event(MainEvent::Rebuild { peer: self.peer, progress });
     }
 

@@ -163,8 +163,9 @@ impl Serving<'_> {
         member.away_since_ms = Some(status::now_ms());
         self.publish(|engine| engine.members.push(member));
         let config = PeerConfig { replica: endpoint.replica, local: endpoint.local };
-        self.context()
-            .set(index, Some(PeerContext { endpoint, is_complete: false, last_view: None, run: None }));
+        let (is_complete, was_in_view) = (false, false);
+        let new = PeerContext { endpoint, is_complete, was_in_view, last_view: None, run: None };
+        self.context().set(index, Some(new));
         self.shared().send_to_core(Event::Track { peer: index, config });
         self.drop_histories[usize::from(index)] = DropHistory::default();
         self.rebuild_failures[usize::from(index)] = RebuildFailures::default();

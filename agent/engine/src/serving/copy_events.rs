@@ -40,7 +40,8 @@ impl Serving<'_> {
                 self.copies.end_rebuild(peer);
                 let mut failures = self.rebuild_failures[usize::from(peer)];
                 self.publish_member(replica, |member| {
-                    if member.rebuild_waits(reason) && is_of_replica {
+                    member.rebuild_waits(reason);
+                    if is_of_replica {
                         failures.add(RebuildFailure::Disk);
                     }
                     member.rebuild_failed = failures.any();

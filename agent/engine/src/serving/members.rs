@@ -8,7 +8,6 @@ use shorthorn_recovery::{RebuildDelay, RebuildFailure};
 use shorthorn_types::{ByteRange, ReplicaId};
 
 use super::{NO_DELAY, Serving};
-use crate::context::PeerContext;
 use crate::error::EngineError;
 use crate::status;
 
@@ -35,8 +34,8 @@ impl Serving<'_> {
         let failures = &mut self.rebuild_failures[usize::from(peer)];
         match cause {
             DropCause::Late if !was_member => failures.add(RebuildFailure::Late),
-            DropCause::Full if !was_member => failures.add(RebuildFailure::Disk),
-            DropCause::Late | DropCause::Full | DropCause::Unused | DropCause::Broken => {}
+            DropCause::Full | DropCause::Failed if !was_member => failures.add(RebuildFailure::Disk),
+            _ => {}
         }
         let has_failed = failures.any();
         let (delay, message) = self.delay_of(peer, cause);
@@ -99,13 +98,9 @@ impl Serving<'_> {
     /// view does not count those that never were: they are to take the place of others.
     pub(super) fn needed_beside(&self, members: usize, peer: PeerIndex) -> bool {
         let peers = self.context().known_peers();
-        let was_in_a_view = |known: &PeerContext| {
-            let is_member = self.view.members.contains(known.endpoint.replica);
-            is_member || known.last_view.is_some() || known.is_complete
-        };
-        let counts_views = peers.iter().any(|(index, known)| *index == peer && was_in_a_view(known));
+        let counts_views = peers.iter().any(|(index, known)| *index == peer && known.was_in_view);
         let all = match counts_views {
-            true => peers.iter().filter(|(_, known)| was_in_a_view(known)).count(),
+            true => peers.iter().filter(|(_, known)| known.was_in_view).count(),
             false => self.spec.replicas.len(),
         };
         2 * members <= all

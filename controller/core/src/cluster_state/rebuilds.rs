@@ -25,16 +25,16 @@ pub struct Rebuild {
 /// The tags that a volume asks for.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Selectors {
-    /// Of a node.
+    /// The tags that a node needs.
     pub node: Labels,
-    /// Of a disk.
+    /// The tags that a disk of the node needs.
     pub disk: Labels,
 }
 
 /// The number of members of a volume that may lack one, and its tags.
 type Lack = (u32, Selectors);
 
-/// The rebuilds of a volume.
+/// The entry of one volume in the index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct VolumeRebuilds {
     /// None: the volume lacks no member.

@@ -41,7 +41,7 @@ pub(super) fn some_candidates(
         candidate(node, agents.by_node().get_key_value(name), cluster.replicas.scheduled_on(name), own)
     };
     let mut candidates: Vec<NodeCandidate> = nodes.filter_map(candidate).collect();
-    coming_bytes::count(cluster, agents, &mut candidates);
+    coming_bytes::count(cluster, agents, own, &mut candidates);
     candidates
 }
 
@@ -54,7 +54,7 @@ fn with_replicas(cluster: &ClusterState, agents: &Agents, own: &[&Replica]) -> V
         candidate(node, agent, scheduled, own)
     };
     let mut candidates: Vec<NodeCandidate> = cluster.nodes.values().filter_map(candidate).collect();
-    coming_bytes::count(cluster, agents, &mut candidates);
+    coming_bytes::count(cluster, agents, own, &mut candidates);
     candidates
 }
 

@@ -6,11 +6,14 @@ use std::collections::BTreeMap;
 use super::request::NodeCandidate;
 use crate::cluster_state::Rebuild;
 use crate::objects::Replica;
-use crate::observed::{Agents, Detail, ObservedAgent};
+use crate::observed::{Agents, Detail, InstanceKey, InstanceState, ObservedAgent};
 use crate::{ClusterState, NodeName};
 
 /// Counts these bytes on the disks of the candidates. The index has the few rebuilds of each node.
-pub(super) fn count(cluster: &ClusterState, agents: &Agents, nodes: &mut [NodeCandidate]) {
+/// Those of the volume whose replicas are `own` do not count: the request has the bytes of one more.
+pub(super) fn count(cluster: &ClusterState, agents: &Agents, own: &[&Replica], nodes: &mut [NodeCandidate]) {
+    let own = own.iter().map(|own| InstanceKey::replica(&own.spec.volume_name, own.spec.replica_id));
+    let own: Vec<InstanceKey> = own.collect();
     let mut reserved: BTreeMap<&NodeName, Vec<&Replica>> = BTreeMap::new();
     for replica in cluster.replicas.coming() {
         reserved.entry(&replica.spec.node_id).or_default().push(replica);
@@ -18,9 +21,8 @@ pub(super) fn count(cluster: &ClusterState, agents: &Agents, nodes: &mut [NodeCa
     for node in nodes {
         let mut rebuilds = cluster.rebuilds_on(node.name.as_str()).peekable();
         let agent = rebuilds.peek().and_then(|_| agents.get(&node.name));
-        for rebuild in rebuilds {
-            let left_bytes = rebuild.volume_bytes.saturating_sub(allocated_bytes(agent, rebuild));
-            add(node, &rebuild.disk_path, left_bytes);
+        for rebuild in rebuilds.filter(|rebuild| !own.contains(&rebuild.instance)) {
+            add(node, &rebuild.disk_path, left_bytes(agent, rebuild));
         }
         for replica in reserved.get(&node.name).into_iter().flatten() {
             let volume = cluster.volumes.get(replica.spec.volume_name.as_str());
@@ -31,11 +33,15 @@ pub(super) fn count(cluster: &ClusterState, agents: &Agents, nodes: &mut [NodeCa
     }
 }
 
-fn allocated_bytes(agent: Option<&ObservedAgent>, rebuild: &Rebuild) -> u64 {
+/// Returns the bytes that the rebuild still takes: none if its process has ended.
+fn left_bytes(agent: Option<&ObservedAgent>, rebuild: &Rebuild) -> u64 {
     let instance = agent.and_then(|agent| agent.instances.get(&rebuild.instance));
-    match instance.map(|instance| &instance.detail) {
-        Some(Detail::Replica(shown)) => shown.allocated_bytes,
-        Some(Detail::Engine(_)) | None => 0,
+    match instance.map(|instance| (instance.state, &instance.detail)) {
+        None => rebuild.volume_bytes,
+        Some((InstanceState::Starting | InstanceState::Running, Detail::Replica(shown))) => {
+            rebuild.volume_bytes.saturating_sub(shown.allocated_bytes)
+        }
+        Some(_) => 0,
     }
 }
 

@@ -67,15 +67,10 @@ impl PlacementRefusal {
         self.by_node.values().any(|removal| removal.filter == Filter::MinimalAvailable)
     }
 
-    /// Returns true if `text` is a text of this refusal, apart from the details of the nodes. Those have the
-    /// free space, which changes all the time.
+    /// Returns true if `text` is a text of this refusal, apart from sizes: free space changes all the time.
     #[must_use]
     pub fn is_described_by(&self, text: &str) -> bool {
-        if self.by_node.is_empty() {
-            return text == self.to_string();
-        }
-        let details = text.strip_prefix(&self.head()).and_then(|rest| rest.strip_prefix(&self.summary));
-        details.is_some_and(|details| details.is_empty() || details.starts_with("; "))
+        without_sizes(text).eq(without_sizes(&self.to_string()))
     }
 
     fn head(&self) -> String {
@@ -87,6 +82,15 @@ impl PlacementRefusal {
     pub fn waits_for_rebuilds(&self) -> bool {
         self.by_node.values().any(|removal| removal.filter == Filter::Rebuilds)
     }
+}
+
+/// Returns the words of the text without sizes, like 1.5 GiB.
+fn without_sizes(text: &str) -> impl Iterator<Item = &str> {
+    const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+    let is_unit = |word: &str| UNITS.contains(&word.trim_end_matches([',', ';', ':', '.', ')']));
+    let next = text.split_whitespace().skip(1).map(Some).chain([None]);
+    let words = text.split_whitespace().zip(next);
+    words.filter(move |(word, next)| !is_unit(word) && !next.is_some_and(is_unit)).map(|(word, _)| word)
 }
 
 fn sum_up(request: &PlacementRequest, by_node: &BTreeMap<NodeName, Removal>) -> String {

@@ -399,7 +399,7 @@ fn a_refusal_sums_up_and_names_some_nodes() {
     assert!(text.starts_with(start), "{text}");
     assert!(text.contains("; n08: disk /1 lacks tag ssd") && !text.contains("n09"), "{text}");
     assert!(text.ends_with("; and 11 more"), "{text}");
-    assert!(schedule(&request(5), &mut [], 0, 1).unwrap_err().to_string().contains("--node"));
+    assert!(schedule(&request(5), &mut [], 0, 1).unwrap_err().to_string().contains("node add"));
 }
 
 #[test]

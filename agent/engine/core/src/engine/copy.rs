@@ -257,7 +257,7 @@ impl EngineCore {
             // Its answer stays pending until it is closed.
             return match errno {
                 Errno::NO_SPACE => self.lose_full(peer, "no space left".to_owned(), out),
-                errno => self.lose(peer, format!("copying: {errno}"), out),
+                errno => self.lose_failed(peer, format!("copying: {errno}"), out),
             };
         }
         self.slots.at_mut(id).record_error(peer, errno);

@@ -141,7 +141,7 @@ impl EngineCore {
             Err(errno) => {
                 // Its answer stays pending: the request continues when the replica has left.
                 let what = format!("{:?} of {}: {errno}", slot.operation(), slot.range());
-                return self.lose(peer, what, out);
+                return self.lose_failed(peer, what, out);
             }
         }
         let slot = self.slots.at_mut(id);
@@ -181,7 +181,7 @@ impl EngineCore {
             self.wake.all_if(self.timeouts.ends_pause(&self.membership));
             return;
         }
-        self.lose(peer, format!("Ping: {errno}"), out);
+        self.lose_failed(peer, format!("Ping: {errno}"), out);
     }
 
     /// Ends the wait of a slot after the last replica that had to answer is gone.

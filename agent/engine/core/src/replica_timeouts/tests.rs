@@ -203,6 +203,9 @@ fn requests_wait_after_a_pause_until_a_majority_has_answered_since() {
     timeouts.ponged(0, 0);
     timeouts.ponged(0, 1);
     assert!(!timeouts.ends_pause(&membership), "one of three");
+    out.clear();
+    timeouts.ping(all(), 1002, &mut out);
+    assert!(out.is_empty(), "one has answered, and the others owe an answer");
     timeouts.ponged(2, 1);
     assert!(timeouts.ends_pause(&membership) && !timeouts.is_out_of_touch());
     assert!(!timeouts.ends_pause(&membership), "once");

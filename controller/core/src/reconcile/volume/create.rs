@@ -148,8 +148,8 @@ impl VolumeReconciler<'_> {
         self.status.set(ConditionType::Scheduled, finding);
     }
 
-    /// Returns the finding of a refusal. A stored text stays if only the details of the nodes differ: with
-    /// many waiting volumes, each change of free space would be a write for each.
+    /// Returns the finding of a refusal. A stored text stays if only sizes differ. With many waiting volumes,
+    /// each change of free space would be a write for each.
     fn refused(&self, kind: ConditionType, reason: &'static str, refusal: &PlacementRefusal) -> Finding {
         let stored = self.stored.status.conditions.get(kind);
         let same = stored.filter(|stored| refusal.is_described_by(&stored.message));
