@@ -65,7 +65,10 @@ impl Sim {
         let name = &volume.metadata.name;
         let Some(newest) = self.views.newest.get(name) else { return };
         let attach = newest.id.generation.attach;
-        if !volume.status.is_fenced(Some(attach)) {
+        let node = self.store.engines.get(name).and_then(|engine| engine.spec.node_id.as_ref());
+        // The operator says that this node never comes back, and that one replica is the volume.
+        let is_given_up = node.is_some_and(|node| self.is_given_up(node)) && volume.status.salvage.is_some();
+        if !volume.status.is_fenced(Some(attach)) || is_given_up {
             return;
         }
         // A replica that has lost its directory, also after it has refused, serves no engine any more.
