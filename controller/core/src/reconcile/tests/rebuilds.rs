@@ -154,7 +154,7 @@ fn a_replica_that_takes_the_place_of_a_member_counts_at_once() {
 /// The last look at the file system does not show the data that is being copied there.
 #[test]
 fn the_bytes_of_rebuilds_in_progress_are_not_free() {
-    let is_placed = |coming: u64, copied: u64, is_reserved: bool| {
+    let is_placed_in = |state: InstanceState, coming: u64, copied: u64, is_reserved: bool| {
         let (mut cluster, mut agents) = busy_cluster(u64::from(!is_reserved), 1, 2);
         let mut other = cluster.volumes["other0"].clone();
         other.status.actual_size = Some(coming);
@@ -167,19 +167,22 @@ fn the_bytes_of_rebuilds_in_progress_are_not_free() {
             assert!(cluster.reserve(vec![new]));
         }
         let shown = ObservedReplica { allocated_bytes: copied, ..ObservedReplica::default() };
-        let (state, detail) = (InstanceState::Running, Detail::Replica(shown));
+        let detail = Detail::Replica(shown);
         let mut c = agents.get(&NodeName::new("c").unwrap()).unwrap().clone();
         c.instances.insert(InstanceKey::replica(&name, id), Instance { state, message: None, detail });
         agents.insert(NodeName::new("c").unwrap(), c);
         let settings = Settings { replica_replace_after: Duration::ZERO, ..Settings::default() };
         makes_replica(&cluster, &agents, settings)
     };
+    let is_placed =
+        |coming, copied, is_reserved| is_placed_in(InstanceState::Running, coming, copied, is_reserved);
     let rest = DISK_BYTES / 100 * 90;
     for is_reserved in [false, true] {
         assert!(is_placed(rest, 0, is_reserved));
         assert!(!is_placed(rest + (1 << 20), 0, is_reserved), "a tenth has to stay free");
     }
     assert!(is_placed(rest + (1 << 20), 1 << 20, false), "the rest of the copy counts");
+    assert!(is_placed_in(InstanceState::Error, rest + (1 << 20), 0, false), "its process has ended");
 }
 
 #[test]

@@ -182,6 +182,8 @@ fn a_rebuilding_replica_that_fails_takes_no_request_with_it() {
         bench.submit(0, WRITE, 0);
         let out = bench.reply(2, 0, Err(errno));
         assert!(drops(&out)[0].1.to_lowercase().contains(why), "{out:?}");
+        let wanted = if errno == Errno::IO { DropCause::Failed } else { DropCause::Full };
+        assert!(out.iter().any(|output| matches!(output, Output::Drop { cause, .. } if *cause == wanted)));
         assert_eq!(proposed(&out), [], "it was not in the view");
         bench.reply(0, 0, Ok(()));
         assert_eq!(completed(&bench.reply(1, 0, Ok(())), 0), None, "it may still read the buffer");

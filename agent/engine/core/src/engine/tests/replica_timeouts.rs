@@ -420,3 +420,17 @@ mod flight {
         assert!(submit(&mut bench, 1, 1), "nothing is left in flight");
     }
 }
+
+#[test]
+fn a_read_after_a_pause_is_sent_once_a_majority_has_answered() {
+    let mut bench = Bench::new(3);
+    bench.core.runs_at(60_000);
+    assert_eq!(sent_to(&bench.submit(0, Operation::Read, 0), 0), []);
+    let pings = bench.apply(Event::Tick { now_ms: 60_000 });
+    let pongs = pings.iter().filter_map(answer_to).map(|(_, event)| event);
+    let pongs: Vec<Event> = pongs.filter(|event| matches!(event, Event::Pong { queue: 0, .. })).collect();
+    assert_eq!(pongs.len(), 3);
+    let mut pongs = pongs.into_iter();
+    assert_eq!(sent_to(&bench.apply(pongs.next().unwrap()), 0), []);
+    assert_eq!(sent_to(&bench.apply(pongs.next().unwrap()), 0).len(), 1);
+}
